@@ -1,0 +1,262 @@
+"""The recipe: everything that decides what a run computes, as frozen pydantic models.
+
+Written by people as TOML, overridden on the command line as `section.key=value`, resolved once, and stored as
+`<run>/config.json`; nothing changes it afterwards. Unknown keys are refused with the nearest known one named.
+
+Left out on purpose: where it runs (runner, hosts, directories). A recipe runs unchanged on every placement.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+
+
+class Section(BaseModel):
+    """A part of a recipe: frozen, and closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """A Llama-family decoder with random weights (seeded by the run)."""
+
+    family: Literal["llama"] = Field("llama", description="the decoder's family")
+    layers: Positive = Field(2, description="decoder blocks")
+    width: Positive = Field(64, description="model width D")
+    heads: Positive = Field(4, description="query heads")
+    kv_heads: Positive = Field(4, description="key and value heads; heads must be a multiple (grouped-query attention)")
+    head_width: Positive = Field(16, description="width of a head; even, for RoPE")
+    mlp_width: Positive = Field(192, description="hidden width of the SwiGLU block")
+    rope_theta: PositiveFloat = Field(10_000.0, description="base of the rotary frequencies")
+    norm_epsilon: PositiveFloat = Field(1e-5, description="RMSNorm epsilon")
+    tied_head: bool = Field(True, description="the output head is the transposed embedding")
+
+    @model_validator(mode="after")
+    def _shapes_fit(self) -> ModelSection:
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}: each key/value head serves an equal "
+                f"share of the query heads. Choose kv_heads that divides {self.heads}."
+            )
+        if self.head_width % 2:
+            raise ValueError(
+                f"head_width={self.head_width} is odd: RoPE rotates pairs of channels. Choose an even head_width."
+            )
+        return self
+
+
+class TokenizerSection(Section):
+    """One token a character of `alphabet`, after the special tokens <pad> and <eos>."""
+
+    kind: Literal["character"] = Field("character", description="the tokenizer's kind")
+    alphabet: str = Field("\nFGHS^LDRU0123456789?", min_length=1, description="the characters, each once")
+
+    @model_validator(mode="after")
+    def _no_character_twice(self) -> TokenizerSection:
+        twice = sorted({c for c in self.alphabet if self.alphabet.count(c) > 1})
+        if twice:
+            raise ValueError(f"alphabet has {twice} more than once: a character is one token. Write each once.")
+        return self
+
+
+class DataSection(Section):
+    """Prompts: any TFDS data set that is readable as a random-access data source."""
+
+    name: str = Field("frozen_lake_maps", description="TFDS data set name; frozen_lake_maps is ours")
+    train_split: str = Field("train", description="split that training prompts come from")
+    validation_split: str = Field("validation", description="split for the learning curve and for choosing settings")
+    test_split: str = Field("test", description="held-out split, read only by `evaluate` and at the end of a run")
+    options: dict[str, Any] = Field(default_factory=dict, description="arguments of the data set's builder config")
+
+
+class TaskSection(Section):
+    """What an episode is: an environment, its options, and its limits."""
+
+    environment: Literal["frozen_lake"] = Field("frozen_lake", description="environment that episodes run in")
+    reward: Literal["environment_return"] = Field("environment_return", description="reward function")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of the environment")
+    step_seconds_limit: PositiveFloat = Field(
+        10.0, description="an environment call that takes longer fails its sample"
+    )
+    reward_seconds_limit: PositiveFloat = Field(10.0, description="a reward that takes longer fails its sample")
+
+
+class SamplingSection(Section):
+    """How tokens are drawn in training rollouts."""
+
+    temperature: PositiveFloat = Field(1.0, description="divides the logits, in sampler and trainer alike")
+    top_k: NonNegative = Field(0, description="0: not truncated")
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(1.0, description="1: not truncated")
+    min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="0: not truncated")
+    answer_tokens: Positive = Field(1, description="most tokens of one answer (one turn)")
+    stop_strings: tuple[str, ...] = Field((), description="an answer ends once its text contains one of these")
+
+    @model_validator(mode="after")
+    def _trainer_can_score_it(self) -> SamplingSection:
+        if self.top_k or self.top_p < 1.0 or self.min_p > 0.0:
+            raise ValueError(
+                f"top_k={self.top_k}, top_p={self.top_p}, min_p={self.min_p} truncate the distribution that training "
+                "data is drawn from: a later policy can give a drawn token probability zero there, and the importance "
+                "ratio no longer exists. Train with top_k=0, top_p=1, min_p=0, and truncate in `evaluate` only."
+            )
+        return self
+
+
+class RolloutSection(Section):
+    """How much is sampled a step, and how."""
+
+    prompts_per_step: Positive = Field(32, description="P, groups of a training step")
+    samples_per_prompt: Positive = Field(16, description="G, samples of a group")
+    elements_per_step: Positive = Field(1, description="pipeline elements that share a step's prompts equally")
+    cohorts: Positive = Field(
+        2, description="halves of an element that take turns: one decodes while the other's environments step"
+    )
+    prompt_tokens: Positive = Field(48, description="longest prompt; a longer one is refused, counted and never cut")
+    branch_tokens: Positive = Field(
+        64, description="most tokens after the prompt, answers and environment text together"
+    )
+    max_turns: Positive = Field(64, description="most answers of an episode; the environment may end it sooner")
+    max_lag: NonNegative = Field(
+        0, description="most steps between the policy that samples and the step that trains; 0 is on-policy"
+    )
+
+    @model_validator(mode="after")
+    def _elements_share_equally(self) -> RolloutSection:
+        if self.prompts_per_step % self.elements_per_step:
+            raise ValueError(
+                f"prompts_per_step={self.prompts_per_step} is not a multiple of elements_per_step="
+                f"{self.elements_per_step}: elements have one fixed shape. Choose a divisor."
+            )
+        return self
+
+
+class AlgorithmSection(Section):
+    """GRPO and its relatives, as advantage x objective x reduction."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce"] = Field(
+        "grpo", description="how rewards of a group become advantages"
+    )
+    objective: Literal["ppo_clip", "policy_gradient", "cispo"] = Field("ppo_clip", description="loss of one token")
+    reduction: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum_norm"] = Field(
+        "token_mean", description="how token losses become one number"
+    )
+    clip_low: PositiveFloat = Field(0.2, description="lower clip range of the ratio")
+    clip_high: PositiveFloat = Field(0.2, description="upper clip range of the ratio")
+    skip_equal_groups: bool = Field(
+        True, description="groups whose rewards are all equal are left out of the update and of its denominator"
+    )
+
+    @model_validator(mode="after")
+    def _clip_leaves_one_inside(self) -> AlgorithmSection:
+        if self.objective == "ppo_clip" and self.clip_low >= 1.0:
+            raise ValueError(f"clip_low={self.clip_low} would allow a ratio of 0 or less. Choose it below 1.")
+        return self
+
+
+class OptimizerSection(Section):
+    """AdamW, with a warm-up and a decay to `final_fraction` of the learning rate."""
+
+    learning_rate: PositiveFloat = Field(3e-4, description="peak learning rate")
+    schedule: Literal["constant", "linear", "cosine"] = Field("linear", description="shape of the decay")
+    warmup_steps: NonNegative = Field(0, description="steps of linear warm-up from 0")
+    final_fraction: Fraction = Field(0.1, description="learning rate at the last step, as a share of the peak")
+    beta1: Fraction = Field(0.9, description="Adam's first-moment decay")
+    beta2: Fraction = Field(0.98, description="Adam's second-moment decay")
+    epsilon: PositiveFloat = Field(1e-8, description="Adam's epsilon")
+    weight_decay: Annotated[float, Field(ge=0.0)] = Field(0.0, description="decoupled weight decay")
+    clip_norm: PositiveFloat = Field(1.0, description="gradients are scaled down to this global norm")
+
+
+class TrainerSection(Section):
+    """Training steps and the shapes that an update is computed in."""
+
+    steps: Positive = Field(200, description="training steps; the run ends with policy version `steps`")
+    micro_batch_rows: Positive = Field(32, description="pack rows of one micro-batch")
+    row_tokens: Positive = Field(64, description="L, tokens of a pack row; at least rollout.branch_tokens")
+    checkpoint_every: Positive = Field(
+        25,
+        description="steps between saves of the optimizer state; a resume repeats the steps since the last one, exactly",
+    )
+    keep_policies: Positive = Field(
+        8, description="newest policy versions kept on disk, besides the first and every checkpoint's"
+    )
+    damaged_shards: Literal["refuse", "skip"] = Field(
+        "refuse",
+        description="what a step does with a damaged shard: stop and name it, or train without it and count it",
+    )
+    optimizer: OptimizerSection = Field(default_factory=lambda: OptimizerSection())
+
+
+class WarmStartSection(Section):
+    """A short supervised stage on demonstrations that makes policy version 0. steps = 0 leaves random weights."""
+
+    steps: NonNegative = Field(0, description="optimizer steps; 0: no warm start")
+    demonstrations: Positive = Field(
+        1000, description="prompts of the training split that are demonstrated, one solution each"
+    )
+    batch: Positive = Field(64, description="demonstrations of an optimizer step")
+    optimizer: OptimizerSection = Field(default_factory=lambda: OptimizerSection(learning_rate=1e-3))
+
+
+class EvaluationSection(Section):
+    """Success on prompts that are never trained on."""
+
+    every: NonNegative = Field(25, description="steps between points of the learning curve (validation split); 0: none")
+    curve_prompts: Positive = Field(64, description="validation prompts of one point of the curve, one sample each")
+    test_prompts: Positive = Field(300, description="test prompts of the result at the end")
+    samples: Positive = Field(4, description="samples a test prompt, for pass@k")
+
+
+class Recipe(Section):
+    """A whole run."""
+
+    name: str = Field(
+        min_length=1, pattern=r"^[A-Za-z0-9_.-]+$", description="name of the run's directory, unless one is given"
+    )
+    seed: NonNegative = Field(0, description="every random draw of the run derives from it")
+    model: ModelSection = Field(default_factory=ModelSection)
+    tokenizer: TokenizerSection = Field(default_factory=TokenizerSection)
+    data: DataSection = Field(default_factory=DataSection)
+    task: TaskSection = Field(default_factory=TaskSection)
+    sampling: SamplingSection = Field(default_factory=SamplingSection)
+    rollout: RolloutSection = Field(default_factory=RolloutSection)
+    algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
+    trainer: TrainerSection = Field(default_factory=TrainerSection)
+    warm_start: WarmStartSection = Field(default_factory=WarmStartSection)
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Recipe:
+        if self.trainer.row_tokens < self.rollout.branch_tokens:
+            raise ValueError(
+                f"trainer.row_tokens={self.trainer.row_tokens} is below rollout.branch_tokens="
+                f"{self.rollout.branch_tokens}: the longest trajectory would fit no training row and be lost. "
+                f"Set trainer.row_tokens to {self.rollout.branch_tokens} or more."
+            )
+        if self.sampling.answer_tokens > self.rollout.branch_tokens:
+            raise ValueError(
+                f"sampling.answer_tokens={self.sampling.answer_tokens} exceeds rollout.branch_tokens="
+                f"{self.rollout.branch_tokens}: one answer may not outgrow its episode. Lower answer_tokens."
+            )
+        if self.rollout.samples_per_prompt == 1 and self.algorithm.advantage in ("grpo", "dr_grpo", "rloo"):
+            raise ValueError(
+                f"rollout.samples_per_prompt=1 with algorithm.advantage={self.algorithm.advantage!r}: a group of one has "
+                "no baseline, every advantage is 0 and nothing is learned. Sample at least 2, or use 'reinforce'."
+            )
+        return self
+
+    @property
+    def prompts_per_element(self) -> int:
+        return self.rollout.prompts_per_step // self.rollout.elements_per_step
+
+    @property
+    def positions(self) -> int:
+        """Positions of the whole run: position i is element i % elements_per_step of step i // elements_per_step."""
+        return self.trainer.steps * self.rollout.elements_per_step

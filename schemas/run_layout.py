@@ -1,0 +1,69 @@
+"""Names of everything in a run directory, as keys of its store. The one place where a path is spelled.
+
+config.json                                   the resolved recipe
+pins/step-00000042/0000.json                  which policy version samples an element; first writer wins
+trajectories/step-00000042/0000-<sha256>.arrow        data, complete under its digest's name
+trajectories/manifests/step-00000042/0000.json        the commit of a shard; first writer wins
+steps/00000042.json                           the frozen list of the shards that step 42 trains on
+policies/00000042/...  policies/00000042/COMMIT.json  weights (Orbax); COMMIT last
+trainer/00000042/...   trainer/00000042/COMMIT.json   optimizer state; COMMIT last
+metrics/<stage>.jsonl                         append-only, one line an event
+dead_letters/step-00000042/<group>-<sample>-<stage>.json
+quarantine/step-00000042/0000-<sha256>.arrow  content that differs from what already holds its slot
+"""
+
+from __future__ import annotations
+
+CONFIG = "config.json"
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def pin(step: int, element_index: int) -> str:
+    return f"pins/{step_name(step)}/{element_index:04d}.json"
+
+
+def shard(step: int, element_index: int, sha256: str) -> str:
+    return f"trajectories/{step_name(step)}/{element_index:04d}-{sha256}.arrow"
+
+
+def manifest_prefix(step: int | None = None) -> str:
+    return "trajectories/manifests/" if step is None else f"trajectories/manifests/{step_name(step)}/"
+
+
+def manifest(step: int, element_index: int) -> str:
+    return f"{manifest_prefix(step)}{element_index:04d}.json"
+
+
+def step_list(step: int) -> str:
+    return f"steps/{step:08d}.json"
+
+
+def policy(version: int) -> str:
+    return f"policies/{version:08d}"
+
+
+def policy_commit(version: int) -> str:
+    return f"{policy(version)}/COMMIT.json"
+
+
+def trainer_state(version: int) -> str:
+    return f"trainer/{version:08d}"
+
+
+def trainer_commit(version: int) -> str:
+    return f"{trainer_state(version)}/COMMIT.json"
+
+
+def metrics(stage: str) -> str:
+    return f"metrics/{stage}.jsonl"
+
+
+def dead_letter(step: int, group_index: int, sample_index: int, stage: str) -> str:
+    return f"dead_letters/{step_name(step)}/{group_index:05d}-{sample_index:05d}-{stage}.json"
+
+
+def quarantine(step: int, element_index: int, sha256: str) -> str:
+    return f"quarantine/{step_name(step)}/{element_index:04d}-{sha256}.arrow"
