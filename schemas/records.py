@@ -9,7 +9,7 @@ trajectory, G samples of a group.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -186,3 +186,28 @@ class PackedBatch:
     rows: int
     failures: tuple[Failure, ...] = ()
     duplicates: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class ShardContent:
+    """What a shard holds, read back: the trainer's input. Same meaning as in PackedBatch."""
+
+    step: int
+    element_index: int
+    groups: tuple[Group, ...]
+    placements: tuple[tuple[Placement, ...], ...]
+    row_tokens: int  # L
+    rows: int
+
+
+def tombstone(rollout: Rollout, error: str) -> Rollout:
+    """`rollout`, failed: it keeps its tokens for the reader, counts in its group, and trains nothing."""
+    return replace(
+        rollout,
+        loss_mask=np.zeros_like(rollout.loss_mask),
+        sampler_logprobs=np.zeros_like(rollout.sampler_logprobs),
+        versions=(),
+        status="failed",
+        stop_reason="failed",
+        error=error,
+    )
