@@ -1,0 +1,14 @@
+"""Environments by the name that a recipe's `task.environment` gives them."""
+
+from stages.rollout.environments import frozen_lake
+from stages.rollout.environments.base import Environment, EnvironmentKind, Transition
+
+ENVIRONMENTS: dict[str, EnvironmentKind] = {
+    "frozen_lake": EnvironmentKind(
+        options_model=frozen_lake.FrozenLakeOptions,
+        make=frozen_lake.make,
+        demonstrate=frozen_lake.demonstrate,
+    ),
+}
+
+__all__ = ["ENVIRONMENTS", "Environment", "EnvironmentKind", "Transition"]

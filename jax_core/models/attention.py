@@ -1,0 +1,76 @@
+"""Attention over keys that lie in several places, as one softmax.
+
+A token of a branch attends to its group's prompt (computed once a group), to what its own row has cached, and to its
+own chunk. Keeping these as parts, rather than copying them into one array, is what makes the prompt shared.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# Finite, so that a row with nothing to attend to (padding) gets a uniform, finite, ignored result. With -inf its
+# softmax would be NaN, and 0 * NaN in the backward pass would poison every gradient.
+_MASKED = -1e30
+
+
+class Keys(NamedTuple):
+    """One place to attend to. Its batch N may divide the queries' batch B: B // N consecutive rows share it."""
+
+    k: jax.Array  # [N, S, K, h], rotated
+    v: jax.Array  # [N, S, K, h]
+    mask: jax.Array  # bool [B or N or 1, T or 1, S]: True where a query may look
+
+
+def attend(q: jax.Array, places: list[Keys]) -> jax.Array:
+    """Scaled dot-product attention of q [B, T, H, h] over all `places` at once -> [B, T, H, h].
+
+    Query head i uses key head i // (H // K) (grouped-query attention, Ainslie et al. 2023). Softmax in float32.
+    """
+    scores = [_scores(q, place) for place in places]
+    widths = [s.shape[-1] for s in scores]
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+    out, start = jnp.zeros_like(q), 0
+    for place, width in zip(places, widths, strict=True):
+        out += _mix(weights[..., start : start + width], place.v, q.shape)
+        start += width
+    return out
+
+
+def _scores(q: jax.Array, place: Keys) -> jax.Array:
+    """Masked scores [B, K, R, T, S], R = H // K query heads a key head."""
+    b, t, heads, width = q.shape
+    n, s, kv_heads, _ = place.k.shape
+    grouped = q.reshape(n, b // n, t, kv_heads, heads // kv_heads, width)
+    scores = jnp.einsum("ngtkrh,nskh->ngkrts", grouped, place.k, preferred_element_type=jnp.float32)
+    scores = scores.reshape(b, kv_heads, heads // kv_heads, t, s) * width**-0.5
+    mask = place.mask
+    if mask.shape[0] not in (1, b):
+        mask = jnp.repeat(mask, b // mask.shape[0], axis=0)
+    return jnp.where(mask[:, None, None], scores, _MASKED)
+
+
+def _mix(weights: jax.Array, v: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Weighted values [B, T, H, h] of weights [B, K, R, T, S] and v [N, S, K, h]."""
+    b, kv_heads, repeats, t, s = weights.shape
+    n = v.shape[0]
+    grouped = weights.astype(v.dtype).reshape(n, b // n, kv_heads, repeats, t, s)
+    return jnp.einsum("ngkrts,nskh->ngtkrh", grouped, v).reshape(shape)
+
+
+def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+    """RoPE (Su et al. 2021) in the half-split layout of Llama checkpoints: channel i turns with channel i + h/2.
+
+    Args:
+      x: [B, T, n, h] queries or keys.
+      positions: int32 [B, T] position of each token in its own trajectory.
+      theta: base of the frequencies, theta ** (-2 i / h).
+    """
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)

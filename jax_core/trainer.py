@@ -1,0 +1,303 @@
+"""One optimizer step on one step's shards: the same loss and gradient for any packing and any micro-batch split.
+
+The host decides what is trained and how much each token weighs (`rows.py`, `algorithms/`); a compiled function sums
+loss and gradient over micro-batches of one shape; a second one applies the sum. Nothing is averaged on the way, so
+nothing depends on where the cuts fall.
+
+Left out: several epochs over one step, a reference policy, several devices, dtypes other than float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jax_core.algorithms import OBJECTIVES, REDUCTIONS, advantages_of, importance_ratio, is_clipped
+from jax_core.models.config import ModelConfig
+from jax_core.models.decoder import Params, bind
+from jax_core.models.passes import packed
+from jax_core.optimizer import learning_rate, make_optimizer
+from jax_core.rows import MicroBatch, Row, all_groups, group_rows, micro_batches, trained_tokens
+from schemas.recipe import AlgorithmSection, OptimizerSection, Recipe
+from schemas.records import Group, Placement, ShardContent
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Weights and optimizer state after `step` optimizer steps."""
+
+    params: Params
+    opt_state: Any
+    step: int
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """What one step trains: its rows, and what was counted on the way."""
+
+    rows: tuple[Row, ...]
+    trained_tokens: int
+    trained_groups: int
+    equal_groups: int
+    lags: np.ndarray  # int [N], steps between the sampling policy and this step, of each trained sequence
+
+
+class Trainer:
+    """Trains one model by one recipe. Holds no weights: `TrainState` goes in, a new one comes out."""
+
+    def __init__(self, config: ModelConfig, recipe: Recipe):
+        self.config = config
+        self.recipe = recipe
+
+    def init(self, params: Params) -> TrainState:
+        params = jax.tree.map(jnp.asarray, params)
+        return TrainState(params, make_optimizer(self.recipe.trainer.optimizer).init(params), 0)
+
+    def state_tree(self, state: TrainState) -> dict[str, Any]:
+        """What a checkpoint stores: everything that a resume needs besides the step number."""
+        return {"params": state.params, "opt_state": state.opt_state}
+
+    def restore(self, tree: dict[str, Any], step: int) -> TrainState:
+        tree = jax.tree.map(jnp.asarray, tree)
+        return TrainState(tree["params"], tree["opt_state"], step)
+
+    def update(self, state: TrainState, contents: Sequence[ShardContent]) -> tuple[TrainState, dict[str, float]]:
+        """One optimizer step on all of a step's data; metrics by their names in `schemas.metrics`.
+
+        A step with nothing to train (all groups equal, or all samples failed) leaves weights and optimizer state as
+        they are, and still counts.
+        """
+        plan = plan_step(contents, self.recipe.algorithm, state.step, self.recipe.rollout.branch_tokens)
+        rate = learning_rate(self.recipe.trainer.optimizer, state.step, self.recipe.trainer.steps)
+        counted = _counts(plan) | {"trainer/learning_rate": rate}
+        if not plan.rows:
+            return TrainState(state.params, state.opt_state, state.step + 1), counted
+        gradient, sums, batches = self._gradient(state.params, plan.rows)
+        section = self.recipe.trainer.optimizer
+        params, opt_state, norm = apply_update(section, state.params, state.opt_state, gradient, rate)
+        measured = _measurements({name: float(value) for name, value in sums.items()})
+        counted |= measured | {"trainer/grad_norm": float(norm), "trainer/micro_batches": batches}
+        return TrainState(params, opt_state, state.step + 1), counted
+
+    def loss_and_gradient(self, params: Params, contents: Sequence[ShardContent], step: int) -> tuple[float, Params]:
+        """The step's loss and its gradient, without an update."""
+        plan = plan_step(contents, self.recipe.algorithm, step, self.recipe.rollout.branch_tokens)
+        gradient, sums, _ = self._gradient(params, plan.rows)
+        return float(sums["loss"]), gradient
+
+    def score(self, params: Params, contents: Sequence[ShardContent]) -> list[np.ndarray]:
+        """Log-probs float32 [T] of every trajectory, 0.0 off its mask, in order of elements, groups and samples."""
+        rows, owners, scored = _rows_to_score(contents)
+        static = (self.config, self.recipe.sampling.temperature)
+        results = [r for batch in self._micro_batches(rows) for r in _used_rows(_score(*static, params, batch), batch)]
+        for row, branches in zip(results, owners, strict=True):
+            for (logprobs, mask, prompt_length), offset in branches:
+                sampled = np.flatnonzero(mask)
+                logprobs[sampled] = row[sampled - prompt_length + offset]
+        return [logprobs for logprobs, _, _ in scored]
+
+    def _gradient(self, params: Params, rows: Sequence[Row]) -> tuple[Params, dict[str, jax.Array], int]:
+        gradient = jax.tree.map(jnp.zeros_like, params)
+        sums = {name: jnp.float32(0.0) for name in _SUMS}
+        static = (self.config, self.recipe.algorithm, self.recipe.sampling.temperature)
+        batches = 0
+        for batch in self._micro_batches(rows):
+            gradient, sums = _accumulate(*static, params, gradient, sums, batch)
+            batches += 1
+        return gradient, sums, batches
+
+    def _micro_batches(self, rows: Sequence[Row]) -> Iterator[MicroBatch]:
+        section = self.recipe.trainer
+        return micro_batches(
+            rows,
+            rows_each=section.micro_batch_rows,
+            row_tokens=section.row_tokens,
+            prompt_tokens=self.recipe.rollout.prompt_tokens,
+        )
+
+
+def plan_step(contents: Sequence[ShardContent], algorithm: AlgorithmSection, step: int, norm: float) -> StepPlan:
+    """Advantages, weights and rows of a step. The denominators are the whole step's, fixed here once."""
+    groups = list(all_groups(contents))
+    advantages = [_advantages(algorithm.advantage, group) for group, _ in groups]
+    is_equal = [not a.any() for a in advantages]
+    kept = [not (equal and algorithm.skip_equal_groups) for equal in is_equal]
+    counts = [
+        [trained_tokens(s.rollout) if keep else 0 for s in group.samples]
+        for (group, _), keep in zip(groups, kept, strict=True)
+    ]
+    flat = np.array([n for group in counts for n in group], np.int64)
+    weights = iter(REDUCTIONS[algorithm.reduction](flat, norm=norm))
+    rows: list[Row] = []
+    for (group, places), group_advantages, keep in zip(groups, advantages, kept, strict=True):
+        group_weights = np.array([next(weights) for _ in group.samples])
+        if keep:
+            rows += group_rows(group, places, group_advantages, group_weights)
+    return StepPlan(
+        rows=tuple(rows),
+        trained_tokens=int(flat.sum()),
+        trained_groups=sum(any(n) for n in counts),
+        equal_groups=sum(is_equal),
+        lags=_lags(groups, counts, step),
+    )
+
+
+def _advantages(name: str, group: Group) -> np.ndarray:
+    rewards = np.array([s.reward for s in group.samples])
+    valid = np.array([s.rollout.status == "ok" for s in group.samples])
+    return advantages_of(name, rewards, valid)
+
+
+def _lags(groups: Sequence[tuple[Group, Sequence[Placement]]], counts: list[list[int]], step: int) -> np.ndarray:
+    oldest = [
+        min(span.policy_version for span in sample.rollout.versions)
+        for (group, _), group_counts in zip(groups, counts, strict=True)
+        for sample, n in zip(group.samples, group_counts, strict=True)
+        if n
+    ]
+    return step - np.array(oldest, np.int64)
+
+
+def _counts(plan: StepPlan) -> dict[str, float]:
+    return {
+        "trainer/trained_tokens": plan.trained_tokens,
+        "trainer/trained_groups": plan.trained_groups,
+        "trainer/equal_groups": plan.equal_groups,
+        "trainer/micro_batches": 0,
+        "trainer/lag_steps/mean": float(plan.lags.mean()) if len(plan.lags) else 0.0,
+        "trainer/lag_steps/max": float(plan.lags.max()) if len(plan.lags) else 0.0,
+    }
+
+
+# Sums over trained tokens (and two maxima), from which a step's metrics are made once all micro-batches are in: a mean
+# of micro-batch means would weigh a nearly empty micro-batch like a full one.
+_SUMS = ("loss", "tokens", "entropy", "ratio", "clipped", "gap", "gap_max", "ratio_max")
+
+
+def _measurements(sums: dict[str, float]) -> dict[str, float]:
+    tokens = max(sums["tokens"], 1.0)
+    return {
+        "trainer/loss": sums["loss"],
+        "trainer/entropy_nats/mean": sums["entropy"] / tokens,
+        "trainer/ratio/mean": sums["ratio"] / tokens,
+        "trainer/ratio/max": sums["ratio_max"],
+        "trainer/clipped/fraction": sums["clipped"] / tokens,
+        "trainer/sampler_logprob_gap_nats/mean": sums["gap"] / tokens,
+        "trainer/sampler_logprob_gap_nats/max": sums["gap_max"],
+    }
+
+
+def _all_logprobs(config: ModelConfig, temperature: float, params: Params, batch: MicroBatch) -> jax.Array:
+    """Log-probs [B, L, V] of every next token, at the temperature that the sampler drew with."""
+    model = bind(config, params)
+    hidden = packed(
+        model,
+        batch.prompts,
+        batch.prompt_lengths,
+        batch.row_prompt,
+        batch.inputs,
+        batch.segments,
+        batch.positions,
+    )
+    return jax.nn.log_softmax(model.logits(hidden) / temperature)
+
+
+def _of_targets(all_logprobs: jax.Array, batch: MicroBatch) -> jax.Array:
+    return jnp.take_along_axis(all_logprobs, batch.targets[..., None], axis=-1)[..., 0]
+
+
+def target_logprobs(config: ModelConfig, temperature: float, params: Params, batch: MicroBatch) -> jax.Array:
+    """Log-probs [B, L], nats, of each row's targets; finite but meaningless on padding."""
+    return _of_targets(_all_logprobs(config, temperature, params, batch), batch)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _score(config: ModelConfig, temperature: float, params: Params, batch: MicroBatch) -> jax.Array:
+    return jnp.where(batch.mask, target_logprobs(config, temperature, params, batch), 0.0)
+
+
+def _loss(
+    config: ModelConfig, algorithm: AlgorithmSection, temperature: float, params: Params, batch: MicroBatch
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """This micro-batch's part of the step's loss, sum_t weight_t L_t, and its part of the metrics' sums."""
+    all_logprobs = _all_logprobs(config, temperature, params, batch)
+    logprobs = _of_targets(all_logprobs, batch)
+    tokens = (logprobs, batch.sampler_logprobs, batch.advantages, batch.mask)
+    clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
+    loss = jnp.sum(batch.weights * OBJECTIVES[algorithm.objective](*tokens, **clip))
+    mask = batch.mask
+    entropy = -jnp.sum(jnp.exp(all_logprobs) * all_logprobs, axis=-1)
+    ratio = importance_ratio(logprobs, batch.sampler_logprobs, mask)
+    gap = jnp.where(mask, jnp.abs(logprobs - batch.sampler_logprobs), 0.0)
+    sums = {
+        "loss": loss,
+        "tokens": jnp.sum(mask, dtype=jnp.float32),
+        "entropy": jnp.sum(jnp.where(mask, entropy, 0.0)),
+        "ratio": jnp.sum(jnp.where(mask, ratio, 0.0)),
+        "clipped": jnp.sum(is_clipped(*tokens, **clip), dtype=jnp.float32),
+        "gap": jnp.sum(gap),
+        "gap_max": jnp.max(gap),
+        "ratio_max": jnp.max(jnp.where(mask, ratio, 0.0)),
+    }
+    return loss, sums
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
+def _accumulate(
+    config: ModelConfig,
+    algorithm: AlgorithmSection,
+    temperature: float,
+    params: Params,
+    gradient: Params,
+    sums: dict[str, jax.Array],
+    batch: MicroBatch,
+) -> tuple[Params, dict[str, jax.Array]]:
+    part, found = jax.grad(partial(_loss, config, algorithm, temperature), has_aux=True)(params, batch)
+    gradient = jax.tree.map(jnp.add, gradient, part)
+    merge = {name: jnp.maximum if name.endswith("_max") else jnp.add for name in _SUMS}
+    return gradient, {name: merge[name](sums[name], found[name]) for name in _SUMS}
+
+
+@partial(jax.jit, static_argnums=0)
+def apply_update(
+    section: OptimizerSection, params: Params, opt_state: Any, gradient: Params, rate: float
+) -> tuple[Params, Any, jax.Array]:
+    """One update of size `rate`: new params, new optimizer state, and the gradient's global norm before clipping."""
+    updates, opt_state = make_optimizer(section).update(gradient, opt_state, params)
+    params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
+    return params, opt_state, optax.global_norm(gradient)
+
+
+_Scored = tuple[np.ndarray, np.ndarray, int]  # log-probs float32 [T] to be filled, mask bool [T], prompt length
+
+
+def _rows_to_score(
+    contents: Sequence[ShardContent],
+) -> tuple[list[Row], list[list[tuple[_Scored, int]]], list[_Scored]]:
+    """Rows of all groups, the samples of each row with their offsets, and all samples in order."""
+    rows: list[Row] = []
+    owners: list[list[tuple[_Scored, int]]] = []
+    scored: list[_Scored] = []
+    for group, places in all_groups(contents):
+        zeros = np.zeros(len(group.samples))
+        rows += group_rows(group, places, zeros, zeros)
+        of_row: dict[int, list[tuple[_Scored, int]]] = {}
+        for sample, place in zip(group.samples, places, strict=True):
+            rollout = sample.rollout
+            scored.append((np.zeros(len(rollout.tokens), np.float32), rollout.loss_mask, rollout.prompt_length))
+            if place.pack_row >= 0:
+                of_row.setdefault(place.pack_row, []).append((scored[-1], place.pack_offset))
+        owners += [of_row[row] for row in sorted(of_row)]
+    return rows, owners, scored
+
+
+def _used_rows(result: jax.Array, batch: MicroBatch) -> np.ndarray:
+    """The rows of a micro-batch's result [B, L] that are not padding; these come first."""
+    return np.asarray(result)[: int((batch.segments > 0).any(axis=1).sum())]

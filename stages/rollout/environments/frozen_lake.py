@@ -1,0 +1,285 @@
+"""FrozenLake as a conversation: gymnasium's lake, read and answered in text.
+
+The prompt is the map once, then where the agent stands; every later turn is only where it stands, so an episode stays
+short. Row and column are one digit each, counted from 0:
+
+    prompt ^SFF     answer D    environment 10    answer D    environment 20    ...
+           FHF
+           FFG
+           00
+
+An answer is a move if it is one of L, D, R, U. Anything else leaves the agent where it is, uses up a move, and is
+answered by '?' before the position. Left out: rendering, reward shaping, demonstrations on a slippery lake.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, TypeAlias
+
+import numpy as np
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
+from pydantic import Field
+
+from schemas.errors import UserError
+from schemas.identity import seed_int
+from schemas.recipe import Section
+from schemas.records import Prompt
+from stages.options import checked_options
+from stages.rollout.environments.base import Transition
+
+MOVES = "LDRU"  # index is gymnasium's action
+OFFSETS = {"L": (0, -1), "D": (1, 0), "R": (0, 1), "U": (-1, 0)}
+OPPOSITE = {"L": "R", "R": "L", "U": "D", "D": "U"}
+LARGEST_SIDE = 10  # a coordinate is one digit
+
+Rows: TypeAlias = tuple[str, ...]
+Cell: TypeAlias = tuple[int, int]
+
+
+class FrozenLakeOptions(Section):
+    """Options of the frozen_lake environment."""
+
+    moves_per_size: Annotated[int, Field(ge=1)] = Field(
+        4, description="an episode is truncated after moves_per_size x (longer side of the map) moves"
+    )
+    slippery: bool = Field(
+        False, description="a move goes to either side of its direction with probability 1/3 each (gymnasium's rule)"
+    )
+
+
+RawOptions: TypeAlias = Mapping[str, Any] | FrozenLakeOptions
+
+
+def make(options: RawOptions) -> FrozenLake:
+    """An environment with `options` (as written in a recipe, or checked)."""
+    return FrozenLake(checked_options(FrozenLakeOptions, options, "task.options"))
+
+
+class FrozenLake:
+    """One episode on one map; reward 1.0 on reaching the goal, else 0.0. See `Environment` for the protocol.
+
+    Facts: "return" (float), "success" (bool), "invalid_answers", "steps", "size" (longer side), "optimal_steps" (length
+    of a shortest path without slips; None if there is no path).
+    """
+
+    def __init__(self, options: FrozenLakeOptions):
+        self._options = options
+        self._lake: FrozenLakeEnv | None = None
+
+    def reset(self, prompt: Prompt, seed: int) -> str:
+        rows = map_rows(prompt)
+        self._lake = _new_lake(rows, self._options.slippery)
+        state, _ = self._lake.reset(seed=seed)
+        self._position = divmod(state, len(rows[0]))
+        self._size = max(len(rows), len(rows[0]))
+        self._optimal_steps = shortest_path_length(rows)
+        self._steps = self._invalid_answers = 0
+        self._return = 0.0
+        return "^" + "\n".join(rows) + "\n" + _digits(self._position)
+
+    def step(self, answer: str) -> Transition:
+        if self._lake is None:
+            raise RuntimeError("step() without an episode: call reset() first, and again after an episode's end.")
+        move = parse_move(answer)
+        reward, terminated = (0.0, False) if move is None else self._move(self._lake, move)
+        self._steps += 1
+        self._invalid_answers += move is None
+        self._return += reward
+        truncated = not terminated and self._steps >= self._options.moves_per_size * self._size
+        if terminated or truncated:
+            self._lake = None
+            text = ""
+        else:
+            text = ("?" if move is None else "") + _digits(self._position)
+        return Transition(text, reward, terminated, truncated, self._facts())
+
+    def close(self) -> None:
+        self._lake = None
+
+    def _move(self, lake: FrozenLakeEnv, move: str) -> tuple[float, bool]:
+        state, reward, terminated, _, _ = lake.step(MOVES.index(move))
+        self._position = divmod(state, lake.ncol)
+        return float(reward), bool(terminated)
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "return": self._return,
+            "success": self._return > 0.0,
+            "invalid_answers": self._invalid_answers,
+            "steps": self._steps,
+            "size": self._size,
+            "optimal_steps": self._optimal_steps,
+        }
+
+
+def parse_move(answer: str) -> str | None:
+    """The move that `answer` is, or None. Case matters; white space around it does not."""
+    stripped = answer.strip()
+    return stripped if len(stripped) == 1 and stripped in MOVES else None
+
+
+def map_rows(prompt: Prompt) -> Rows:
+    """The map of a prompt, from the payload's "map": rows of S, F, H, G, joined by newlines.
+
+    Raises:
+      UserError: there is no map, or it is none that this environment plays.
+    """
+    text = prompt.payload.get("map")
+    fault = "its payload has no text 'map'" if not isinstance(text, str) else _map_fault(text)
+    if fault:
+        raise UserError(
+            f"prompt {prompt.prompt_id}",
+            f"{fault}, so FrozenLake cannot play it.",
+            "Choose a data set with a text feature 'map', such as frozen_lake_maps, or another task.environment.",
+        )
+    return tuple(str(text).split("\n"))
+
+
+def _map_fault(text: str) -> str | None:
+    rows = text.split("\n")
+    if len({len(row) for row in rows}) != 1:
+        return "the rows of its map differ in length"
+    if max(len(rows), len(rows[0])) > LARGEST_SIDE:
+        return f"its map is larger than {LARGEST_SIDE} x {LARGEST_SIDE}"
+    if set(text) - set("SFHG\n"):
+        return "its map has letters other than S, F, H, G"
+    if text.count("S") != 1 or "G" not in text:
+        return "its map needs exactly one S and at least one G"
+    return None
+
+
+def _digits(position: Cell) -> str:
+    return f"{position[0]}{position[1]}"
+
+
+def _new_lake(rows: Rows, slippery: bool) -> FrozenLakeEnv:
+    # A lake's transition table takes most of its construction and is only read, so samples of one prompt share it. The
+    # copy is an episode of its own, because reset(seed) gives it its own state and random generator.
+    return copy.copy(_lake_of(rows, slippery))
+
+
+@functools.lru_cache(maxsize=1024)
+def _lake_of(rows: Rows, slippery: bool) -> FrozenLakeEnv:
+    return FrozenLakeEnv(desc=list(rows), is_slippery=slippery)
+
+
+def shortest_path_length(rows: Rows) -> int | None:
+    """Moves of a shortest path from S to the nearest G around the holes; None if there is no path."""
+    return _distances(rows).get(_start(rows))
+
+
+def demonstrate(prompt: Prompt, options: RawOptions) -> list[str]:
+    """The answers of one shortest path, drawn uniformly among all of them by a seed that derives from the prompt's id.
+
+    Raises:
+      UserError: the lake is slippery, so no fixed list of moves reaches the goal; or the map has no path.
+    """
+    if checked_options(FrozenLakeOptions, options, "task.options").slippery:
+        raise UserError(
+            "task.options.slippery=true",
+            "a demonstration is a fixed list of moves, and slips would carry it off its path.",
+            "Use slippery=false, or warm_start.steps=0.",
+        )
+    rows = map_rows(prompt)
+    if shortest_path_length(rows) is None:
+        raise UserError(f"prompt {prompt.prompt_id}", "its map has no path to the goal.", "Leave such maps out.")
+    bits = np.random.PCG64(seed_int("demonstration", prompt.prompt_id))
+    return _draw_shortest_path(rows, bits)
+
+
+def scripted_rule(rows: Rows, row: int, col: int, moves: Sequence[str]) -> str:
+    """The next move of a player who does not plan; a policy that scores no better has not been shown to plan.
+
+    The first of down, right, up, left that neither leaves the map, nor enters a hole, nor undoes the last move; if
+    there is none, the last move is undone. It takes for granted that the goal is to the lower right.
+
+    Args:
+      rows: the map.
+      row: where the agent stands.
+      col: where the agent stands.
+      moves: the moves so far, for the last one.
+    """
+    back = OPPOSITE[moves[-1]] if moves else ""
+    for move in "DRUL":
+        r, c = row + OFFSETS[move][0], col + OFFSETS[move][1]
+        inside = 0 <= r < len(rows) and 0 <= c < len(rows[0])
+        if inside and rows[r][c] != "H" and move != back:
+            return move
+    return back or "D"
+
+
+def scripted_success(prompts: Iterable[Prompt], options: RawOptions) -> float:
+    """Share of `prompts` on which `scripted_rule` reaches the goal, one episode each; NaN without prompts."""
+    successes = [_scripted_episode(prompt, options) for prompt in prompts]
+    return sum(successes) / len(successes) if successes else float("nan")
+
+
+def _scripted_episode(prompt: Prompt, options: RawOptions) -> bool:
+    environment, rows = make(options), map_rows(prompt)
+    moves: list[str] = []
+    text = environment.reset(prompt, seed_int("scripted", prompt.prompt_id))
+    while True:
+        moves.append(scripted_rule(rows, int(text[-2]), int(text[-1]), moves))
+        transition = environment.step(moves[-1])
+        if transition.over:
+            return bool(transition.facts["success"])
+        text = transition.text
+
+
+def _draw_shortest_path(rows: Rows, bits: np.random.PCG64) -> list[str]:
+    distances = _distances(rows)
+    paths = _path_counts(distances)
+    cell = _start(rows)
+    moves: list[str] = []
+    while distances[cell] > 0:
+        closer = [(move, c) for move, c in _neighbours(cell) if distances.get(c) == distances[cell] - 1]
+        # Weighing each move by the number of shortest paths behind it makes every path equally likely. random_raw,
+        # unlike Generator's methods, is promised to give the same draws in every numpy version.
+        drawn = int(bits.random_raw()) % sum(paths[c] for _, c in closer)
+        move, cell = _weighted(closer, paths, drawn)
+        moves.append(move)
+    return moves
+
+
+def _weighted(closer: Sequence[tuple[str, Cell]], paths: Mapping[Cell, int], drawn: int) -> tuple[str, Cell]:
+    """The move whose paths hold number `drawn`, counting the paths through move after move."""
+    for move, cell in closer:
+        if drawn < paths[cell]:
+            return move, cell
+        drawn -= paths[cell]
+    raise AssertionError("drawn is below the number of paths")
+
+
+def _distances(rows: Rows) -> dict[Cell, int]:
+    """Moves from each cell to the nearest goal, over cells that are no holes; unreachable cells are absent."""
+    cells = {(r, c): letter for r, row in enumerate(rows) for c, letter in enumerate(row) if letter != "H"}
+    distances = {cell: 0 for cell, letter in cells.items() if letter == "G"}
+    frontier = deque(distances)
+    while frontier:
+        cell = frontier.popleft()
+        for _, neighbour in _neighbours(cell):
+            if neighbour in cells and neighbour not in distances:
+                distances[neighbour] = distances[cell] + 1
+                frontier.append(neighbour)
+    return distances
+
+
+def _path_counts(distances: Mapping[Cell, int]) -> dict[Cell, int]:
+    """Number of shortest paths from each cell to a nearest goal."""
+    counts: dict[Cell, int] = {}
+    for cell in sorted(distances, key=distances.__getitem__):
+        closer = (c for _, c in _neighbours(cell) if distances.get(c) == distances[cell] - 1)
+        counts[cell] = sum(counts[c] for c in closer) if distances[cell] else 1
+    return counts
+
+
+def _neighbours(cell: Cell) -> list[tuple[str, Cell]]:
+    return [(move, (cell[0] + down, cell[1] + right)) for move, (down, right) in OFFSETS.items()]
+
+
+def _start(rows: Rows) -> Cell:
+    return next((r, row.index("S")) for r, row in enumerate(rows) if "S" in row)

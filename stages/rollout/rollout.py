@@ -1,0 +1,121 @@
+"""Rollout: a batch of prompts becomes all its sampled trajectories, by the policy version that the batch has pinned.
+
+Left out on purpose: choosing a version. The prompt source pinned one in the element, so a bundle that is tried again
+samples from the same weights and remakes the same tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import apache_beam as beam
+import numpy as np
+
+from schemas.metrics import MetricsWriter
+from schemas.recipe import Recipe
+from schemas.records import PromptBatch, Role, RolloutBatch
+from schemas.records import Rollout as RolloutRecord
+from stages.counters import count_all
+from stages.options import checked_options
+from stages.rollout.environments import ENVIRONMENTS
+from stages.rollout.episodes import STAGE, run_episodes
+
+if TYPE_CHECKING:
+    from stages.runtime import Runtime
+
+
+def roll_out(runtime: Runtime, recipe: Recipe, batch: PromptBatch) -> RolloutBatch:
+    """Samples every trajectory of `batch` with what this process shares (engine, weights, tokenizer); see
+    `run_episodes`."""
+    kind = ENVIRONMENTS[recipe.task.environment]
+    options = checked_options(kind.options_model, recipe.task.options, "task.options")
+    return run_episodes(
+        runtime.engine,
+        runtime.policy_cache.get(batch.policy_version),
+        partial(kind.make, options),
+        runtime.tokenizer,
+        batch,
+        recipe=recipe,
+        generator=f"{socket.gethostname()}:{os.getpid()}",
+    )
+
+
+def measure_rollouts(batch: RolloutBatch) -> dict[str, float]:
+    """The stage's metrics. Tokens, turns and branches are of the trajectories that did not fail; NaN if all did.
+
+    A prompt's tokens count once a group. Decoding and environments overlap: their seconds may add up to more than all.
+    """
+    played = [rollout for rollout in batch.rollouts if rollout.status == "ok"]
+    answers = [sum(turn.role == "policy" for turn in rollout.turns) for rollout in played]
+    branches = [len(rollout.tokens) - rollout.prompt_length for rollout in played]
+    prompts = {rollout.id.group_index: rollout.prompt_length for rollout in played}
+    sampled = sum(_tokens_of(rollout, "policy") for rollout in played)
+    return {
+        "rollout/trajectories": len(batch.rollouts),
+        "rollout/failed_trajectories": len(batch.rollouts) - len(played),
+        "rollout/prompt_tokens": sum(prompts.values()),
+        "rollout/sampled_tokens": sampled,
+        "rollout/environment_tokens": sum(_tokens_of(rollout, "environment") for rollout in played),
+        "rollout/turns/mean": float(np.mean(answers)) if played else np.nan,
+        "rollout/branch_tokens/mean": float(np.mean(branches)) if played else np.nan,
+        "rollout/branch_tokens/max": max(branches) if played else np.nan,
+        "rollout/seconds": batch.seconds["total"],
+        "rollout/decode_seconds": batch.seconds["decode"],
+        "rollout/environment_seconds": batch.seconds["environment"],
+        "rollout/sampled_tokens_per_second": sampled / batch.seconds["total"],
+        "rollout/policy_version": batch.prompts.policy_version,
+    }
+
+
+def _tokens_of(rollout: RolloutRecord, role: Role) -> int:
+    return sum(turn.end - turn.start for turn in rollout.turns if turn.role == role)
+
+
+@dataclass
+class Rollout(beam.PTransform):
+    """PromptBatch -> RolloutBatch, one to one; see `run_episodes`.
+
+    Args:
+      recipe: the run's recipe.
+      run: location of the run directory, where policies are read and metrics go.
+    """
+
+    recipe: Recipe
+    run: str
+
+    def expand(self, batches: beam.PCollection[PromptBatch]) -> beam.PCollection[RolloutBatch]:
+        return batches | "Rollout" >> beam.ParDo(_RolloutFn(self.recipe, self.run))
+
+
+class _RolloutFn(beam.DoFn):
+    def __init__(self, recipe: Recipe, run: str):
+        self._recipe = recipe
+        self._run = run
+
+    def setup(self) -> None:
+        # Here and not above: whoever only builds the graph must not load the accelerator's library.
+        from stages.runtime import runtime
+
+        self._runtime = runtime(self._run, self._recipe)
+        self._metrics = MetricsWriter(self._runtime.store, STAGE)
+
+    def process(self, batch: PromptBatch) -> Iterator[RolloutBatch]:
+        rollouts = roll_out(self._runtime, self._recipe, batch)
+        measured = measure_rollouts(rollouts)
+        self._metrics.write(batch.step, measured, element=batch.element_index)
+        # On the bundle's own thread, after the episodes' threads have ended: Beam loses what others count.
+        count_all(
+            Rollout,
+            {
+                "in-prompts": len(batch.prompts),
+                "out-trajectories": len(rollouts.rollouts),
+                "failed-trajectories": int(measured["rollout/failed_trajectories"]),
+                "sampled-tokens": int(measured["rollout/sampled_tokens"]),
+            },
+        )
+        yield rollouts
