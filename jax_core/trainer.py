@@ -272,7 +272,7 @@ def apply_update(
     """One update of size `rate`: new params, new optimizer state, and the gradient's global norm before clipping."""
     updates, opt_state = make_optimizer(section).update(gradient, opt_state, params)
     params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
-    return params, opt_state, optax.global_norm(gradient)
+    return params, opt_state, optax.tree.norm(gradient)
 
 
 _Scored = tuple[np.ndarray, np.ndarray, int]  # log-probs float32 [T] to be filled, mask bool [T], prompt length

@@ -1,0 +1,1 @@
+"""What can be run: one file a pipeline, composed of stages."""

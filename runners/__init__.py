@@ -1,0 +1,1 @@
+"""Where it runs, and the command line. The only rooms that know PipelineOptions."""

@@ -6,6 +6,7 @@ own chunk. Keeping these as parts, rather than copying them into one array, is w
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import jax
@@ -30,13 +31,10 @@ def attend(q: jax.Array, places: list[Keys]) -> jax.Array:
     Query head i uses key head i // (H // K) (grouped-query attention, Ainslie et al. 2023). Softmax in float32.
     """
     scores = [_scores(q, place) for place in places]
-    widths = [s.shape[-1] for s in scores]
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
-    out, start = jnp.zeros_like(q), 0
-    for place, width in zip(places, widths, strict=True):
-        out += _mix(weights[..., start : start + width], place.v, q.shape)
-        start += width
-    return out
+    ends = list(accumulate(s.shape[-1] for s in scores))
+    parts = jnp.split(weights, ends[:-1], axis=-1)
+    return sum(_mix(part, place.v, q.shape) for part, place in zip(parts, places, strict=True))
 
 
 def _scores(q: jax.Array, place: Keys) -> jax.Array:

@@ -112,7 +112,7 @@ class Decoder(nnx.Module):
             layer_weights, layer_input = xs
             return step(carry, nnx.merge(graph, layer_weights), layer_input)
 
-        return jax.lax.scan(body, carry, (weights, per_layer))
+        return jax.lax.scan(body, carry, (weights, per_layer), unroll=True)
 
 
 def _linear(rngs: nnx.Rngs, rows: int, columns: int) -> nnx.Param:

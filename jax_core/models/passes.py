@@ -106,16 +106,22 @@ def packed(
     p, padded = prompts.shape
     length = tokens.shape[1]
     prompt_positions = jnp.broadcast_to(jnp.arange(padded), (p, padded))
-    shared_mask = prefix_mask(prompt_lengths, padded)[row_prompt]
+    shared_mask = jnp.broadcast_to(prefix_mask(prompt_lengths, padded)[row_prompt], (len(tokens), length, padded))
     own_mask = (segments[:, :, None] == segments[:, None, :]) & (segments > 0)[:, None, :] & causal(length)[None]
+    mask = jnp.concatenate([shared_mask, own_mask], axis=-1)
 
     def step(carry, block, _):
         prompt_x, x = carry
         prompt_x, prompt_k, prompt_v = block(
             prompt_x, prompt_positions, lambda q, k, v: attend(q, [Keys(k, v, causal(padded)[None])])
         )
-        shared = Keys(prompt_k[row_prompt], prompt_v[row_prompt], shared_mask)
-        x, _, _ = block(x, positions, lambda q, k, v: attend(q, [shared, Keys(k, v, own_mask)]))
+
+        def after_prompt(q, k, v):
+            k = jnp.concatenate([prompt_k[row_prompt], k], axis=1)
+            v = jnp.concatenate([prompt_v[row_prompt], v], axis=1)
+            return attend(q, [Keys(k, v, mask)])
+
+        x, _, _ = block(x, positions, after_prompt)
         return (prompt_x, x), None
 
     (_, hidden), _ = model.scan_blocks(step, (model.embed(prompts), model.embed(tokens)))

@@ -1,0 +1,1 @@
+"""Prompts: data sets, and the source that admits them into the pipeline."""

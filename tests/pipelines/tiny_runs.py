@@ -6,7 +6,6 @@ The parts that compile (engine, trainer) hold no state, so all runs of a test pr
 from __future__ import annotations
 
 import functools
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from schemas.recipe import Recipe
 from schemas.store import RunStore
 from stages.prompts.datasets import DATA_VARIABLE, PromptData
 from stages.runtime import Runtime, release, runtime
-from stages.shards import list_manifests
+from stages.shards import frozen_step, list_manifests
 from stages.warm_start import warm_start
 
 STEPS = 4
@@ -75,25 +74,16 @@ class Parts:
     engine: Engine
     trainer: Trainer
     prompts: PromptData
+    folder: tempfile.TemporaryDirectory[str]  # of the prompts' files; removed at the end of the process
 
 
 @functools.cache
 def _parts() -> Parts:
-    folder = tempfile.TemporaryDirectory()  # lives as long as the process, through `_parts`' cache
-    before = os.environ.get(DATA_VARIABLE)
-    os.environ[DATA_VARIABLE] = folder.name
-    try:
+    folder = tempfile.TemporaryDirectory()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(DATA_VARIABLE, folder.name)
         shared = Runtime("unused", tiny_recipe())
-        parts = Parts(shared.engine, shared.trainer, shared.prompts)
-    finally:
-        os.environ.pop(DATA_VARIABLE)
-        if before is not None:
-            os.environ[DATA_VARIABLE] = before
-    _folders.append(folder)
-    return parts
-
-
-_folders: list[tempfile.TemporaryDirectory[str]] = []
+        return Parts(shared.engine, shared.trainer, shared.prompts, folder)
 
 
 def share_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,8 +107,6 @@ def outcome(run: Path | str) -> Outcome:
     shared = Runtime(run, tiny_recipe())
     newest = shared.policies.latest()
     assert newest is not None
-    from stages.shards import frozen_step
-
     lists = [frozen_step(shared.store, step) for step in range(newest)]
     return Outcome(
         tuple(shared.policies.commit(version).digest for version in range(newest + 1)),

@@ -16,9 +16,11 @@ from schemas import run_layout
 from schemas.errors import UserError
 from schemas.manifest import Pin
 from schemas.metrics import read_metrics
+from schemas.recipe_io import recipe_to_json
 from schemas.records import PromptBatch
+from schemas.store import RunStore
 from stages.prompts.source import _AdmitPromptsFn, admit, open_positions, pin_version, prompt_batch
-from stages.runtime import Runtime, release, runtime
+from stages.runtime import Runtime, release, run_id_of, runtime
 from tests.pipelines.tiny_runs import ELEMENTS, STEPS, share_parts, tiny_recipe
 
 
@@ -223,3 +225,11 @@ def test_a_run_is_known_by_its_recipe_and_not_by_where_it_lies(shared: Runtime, 
     moved = Runtime(tmp_path / "elsewhere", shared.recipe)
     other = Runtime(tmp_path, tiny_recipe(rollout={"max_lag": 2}))
     assert moved.run_id == shared.run_id != other.run_id
+
+
+def test_a_run_stays_itself_when_a_later_release_knows_one_more_setting(tmp_path: Path) -> None:
+    recipe = tiny_recipe()
+    then = recipe_to_json(recipe).replace(b'"cohorts": 1,', b"")
+    assert then != recipe_to_json(recipe)
+    RunStore.open(tmp_path).put_new(run_layout.CONFIG, then)
+    assert Runtime(tmp_path, recipe).run_id == run_id_of("tiny", then)

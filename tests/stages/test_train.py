@@ -12,15 +12,16 @@ import pytest
 
 from jax_core.committed_trees import StalePublisherError
 from jax_core.policies import tree_digest
+from runners import colocated
 from schemas import run_layout
 from schemas.errors import DamagedDataError, UserError
-from schemas.manifest import Pin, ShardManifest
+from schemas.manifest import Pin, PolicyCommit, ShardManifest
 from schemas.metrics import read_metrics
 from schemas.recipe import Recipe
 from schemas.records import ScoredRollout, ShardContent
 from schemas.store import RunStore
 from stages.runtime import Runtime, release
-from stages.shards import frozen_step, list_manifests, read_shard
+from stages.shards import freeze_step, frozen_step, list_manifests, read_shard
 from stages.train import (
     drop_too_old,
     is_checkpoint,
@@ -140,8 +141,6 @@ def test_every_ready_step_is_trained_in_order_and_reported_with_what_it_publishe
 
 
 def test_a_step_trains_on_the_list_that_was_frozen_first(run: Path, trained: Outcome) -> None:
-    from stages.shards import freeze_step
-
     shared = Runtime(run, RECIPE)
     only = manifest_of(run, 0, 1)
     freeze_step(shared.store, 0, 0, [only])
@@ -257,7 +256,8 @@ def test_a_group_of_tombstones_has_no_age(run: Path) -> None:
     content = contents_of(run, 3)[0]
     group = content.groups[0]
     dead = replace(
-        group, samples=tuple(replace(s, rollout=replace(s.rollout, versions=(), status="failed")) for s in group.samples)
+        group,
+        samples=tuple(replace(s, rollout=replace(s.rollout, versions=(), status="failed")) for s in group.samples),
     )
     assert drop_too_old([replace(content, groups=(dead,))], step=9, max_lag=0).too_old_groups == 0
 
@@ -272,23 +272,15 @@ def test_what_is_too_old_when_it_is_consumed_is_dropped_and_counted(run: Path, t
 
 
 def test_a_pin_that_breaks_the_bound_does_not_get_past_the_trainer(tmp_path: Path) -> None:
-    recipe = tiny_recipe()  # max_lag 0
-    shared = begin(tmp_path, recipe)
-    shared.store.put_new(run_layout.pin(1, 0), Pin(step=1, element_index=0, policy_version=0).to_json())
-    shared.policies.publish(1, shared.policies.load(0), source="step")
-    done = threading.Event()
+    pin = Pin(step=1, element_index=0, policy_version=0)  # under max_lag 0
 
-    def train() -> None:
-        while not done.wait(0.01):
-            train_ready_steps(shared)
+    def pin_too_old(commit: PolicyCommit) -> None:
+        RunStore.open(tmp_path).put_new(run_layout.pin(1, 0), pin.to_json())
 
-    trainer = threading.Thread(target=train)
-    trainer.start()
-    sample_everything(tmp_path, recipe)
-    done.set()
-    trainer.join()
-    train_ready_steps(shared)
-    assert read_metrics(shared.store, "train")[0].values["trainer/too_old_groups"] == 2
+    colocated.run(tiny_recipe(), tmp_path, after_warm_start=[pin_too_old])
+    events = read_metrics(RunStore.open(tmp_path), "train")
+    assert [event.values["trainer/too_old_groups"] for event in events] == [0, 2, 0, 0]
+    assert max(event.values["trainer/lag_steps/max"] for event in events) == 0
 
 
 # Resuming
@@ -313,6 +305,15 @@ def test_without_any_checkpoint_the_whole_run_is_repeated(run: Path, trained: Ou
     assert tree_digest(state.params) == trained.policies[STEPS]
     # And what was missing is there again.
     assert shared.trainer_states.newest_at_most(STEPS) == STEPS
+
+
+def test_a_step_whose_list_is_gone_cannot_be_repeated_and_is_named(run: Path) -> None:
+    train_ready_steps(Runtime(run, RECIPE))
+    shutil.rmtree(run / "trainer")
+    (run / run_layout.step_list(1)).unlink()
+    with pytest.raises(DamagedDataError) as error:
+        state_at(Runtime(run, RECIPE), STEPS)
+    assert error.value.offender == run_layout.step_list(1)
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(run: Path, trained: Outcome) -> None:

@@ -1,0 +1,116 @@
+"""Version 0 is published once; demonstrations are what the agent would have seen and said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jax_core.policies import tree_digest
+from schemas.errors import UserError
+from schemas.metrics import read_metrics
+from schemas.records import Prompt
+from schemas.store import RunStore
+from stages.rollout.environments import ENVIRONMENTS, EnvironmentKind
+from stages.runtime import Runtime
+from stages.warm_start import demonstration, demonstrations, random_params, warm_start
+from tests.pipelines.tiny_runs import share_parts, tiny_recipe
+
+WARM = tiny_recipe(warm_start={"steps": 2, "demonstrations": 8, "batch": 4})
+# One way only: down, down, right, right.
+LAKE = Prompt("lake", "frozen_lake", {"map": "SHH\nFHH\nFFG"})
+
+
+@pytest.fixture(autouse=True)
+def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    share_parts(monkeypatch)
+
+
+def nothing(step: int, values: object) -> None:
+    raise AssertionError("nothing is reported where nothing is trained")
+
+
+def shown(tokens: np.ndarray, mask: np.ndarray) -> str:
+    """Characters, answers in brackets."""
+    tokenizer = Runtime("unused", WARM).tokenizer
+    pieces = [tokenizer.piece(int(token)) for token in tokens]
+    return "".join(f"[{piece}]" if trained else piece for piece, trained in zip(pieces, mask, strict=True))
+
+
+def demonstrated(**rollout_or_sampling: dict[str, int]) -> str | None:
+    recipe = tiny_recipe(**rollout_or_sampling)
+    sequence = demonstration(LAKE, Runtime("unused", recipe).tokenizer, recipe)
+    return None if sequence is None else shown(*sequence)
+
+
+def test_a_demonstration_is_the_conversation_with_only_its_answers_trained() -> None:
+    assert demonstrated() == "^SHH\nFHH\nFFG\n00[D]10[D]20[R]21[R]"
+
+
+def test_an_answer_that_may_be_longer_is_ended_by_eos() -> None:
+    assert demonstrated(sampling={"answer_tokens": 2}) == (
+        "^SHH\nFHH\nFFG\n00[D][<eos>]10[D][<eos>]20[R][<eos>]21[R][<eos>]"
+    )
+
+
+def test_a_demonstration_ends_where_no_answer_has_room_any_more() -> None:
+    # D 10 D 20: six tokens, and the next answer would be the seventh.
+    assert demonstrated(rollout={"branch_tokens": 6}) == "^SHH\nFHH\nFFG\n00[D]10[D]"
+    assert demonstrated(rollout={"branch_tokens": 7}) == "^SHH\nFHH\nFFG\n00[D]10[D]20[R]"
+    assert demonstrated(rollout={"max_turns": 1}) == "^SHH\nFHH\nFFG\n00[D]"
+
+
+def test_a_prompt_that_is_too_long_is_not_demonstrated() -> None:
+    assert demonstrated(rollout={"prompt_tokens": 15}) == "^SHH\nFHH\nFFG\n00[D]10[D]20[R]21[R]"
+    assert demonstrated(rollout={"prompt_tokens": 14}) is None
+
+
+def test_demonstrations_are_of_training_prompts_as_many_as_asked_for_and_the_same_each_time(tmp_path: Path) -> None:
+    shared = Runtime(tmp_path, WARM)
+    first, second = demonstrations(shared), demonstrations(shared)
+    assert len(first) == 8
+    prompts = {shown(tokens[: mask.argmax()], mask[: mask.argmax()]) for tokens, mask in first}
+    assert prompts <= {f"^{shared.prompts[i].payload['map']}\n00" for i in range(len(shared.prompts))}
+    for (tokens, mask), (tokens_again, mask_again) in zip(first, second, strict=True):
+        np.testing.assert_array_equal(tokens, tokens_again)
+        np.testing.assert_array_equal(mask, mask_again)
+
+
+def test_where_no_demonstration_fits_the_recipe_is_told_so(tmp_path: Path) -> None:
+    recipe = tiny_recipe(rollout={"prompt_tokens": 3}, warm_start={"steps": 1})
+    with pytest.raises(UserError, match="none of 40 demonstrations fits"):
+        demonstrations(Runtime(tmp_path, recipe))
+
+
+def test_an_environment_that_nobody_can_demonstrate_refuses_a_warm_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = ENVIRONMENTS["frozen_lake"]
+    monkeypatch.setitem(ENVIRONMENTS, "frozen_lake", EnvironmentKind(kind.options_model, kind.make, None))
+    with pytest.raises(UserError, match="no demonstrations"):
+        demonstrated()
+
+
+def test_without_a_warm_start_version_0_is_the_random_weights(tmp_path: Path) -> None:
+    shared = Runtime(tmp_path, tiny_recipe())
+    commit = warm_start(shared, nothing)
+    assert (commit.version, commit.source) == (0, "random")
+    assert commit.digest == tree_digest(random_params(shared))
+    assert read_metrics(shared.store, "warm_start") == []
+
+
+def test_a_warm_start_is_made_once_recorded_and_the_same_in_every_run(tmp_path: Path) -> None:
+    told: list[int] = []
+    shared = Runtime(tmp_path / "a", WARM)
+    commit = warm_start(shared, lambda step, values: told.append(step))
+    assert commit.source == "warm_start"
+    assert commit.digest != tree_digest(random_params(shared))
+    assert warm_start(Runtime(tmp_path / "a", WARM), nothing) == commit
+    again = warm_start(Runtime(tmp_path / "b", WARM), lambda step, values: None)
+    assert again.digest == commit.digest
+    assert told == [0, 1]
+    events = read_metrics(RunStore.open(tmp_path / "a"), "warm_start")
+    assert [event.step for event in events] == [0, 1]
+    assert events[1].values["warm_start/loss"] < events[0].values["warm_start/loss"]
+    # What the run began from is recorded, so that nobody need trust that it can be made again.
+    recorded = (tmp_path / "a" / "metrics" / "warm_start.jsonl").read_text()
+    assert recorded.count(tree_digest(random_params(shared))) == 2
