@@ -233,16 +233,17 @@ class CommittedTrees(Generic[Record]):
         return self.store.exists(self.commit_key(version))
 
     def committed(self) -> list[int]:
-        parent = self.folder(0).parent
-        names = os.listdir(parent) if parent.is_dir() else []
-        return sorted(int(name) for name in names if name.isdecimal() and self.is_committed(int(name)))
+        return sorted(version for version in self._begun() if self.is_committed(version))
 
     def stored(self) -> list[int]:
         """Committed versions whose arrays are still here."""
+        return sorted(version for version in self._begun() - self.pruned if self._is_stored(version))
+
+    def _begun(self) -> set[int]:
+        """Versions that have a folder, whatever is in it."""
         parent = self.folder(0).parent
         names = os.listdir(parent) if parent.is_dir() else []
-        candidates = {int(name) for name in names if name.isdecimal()} - self.pruned
-        return sorted(version for version in candidates if self._is_stored(version))
+        return {int(name) for name in names if name.isdecimal()}
 
     def _is_stored(self, version: int) -> bool:
         return self.is_committed(version) and any(self._trees(version))
@@ -366,6 +367,15 @@ class CommittedTrees(Generic[Record]):
             if not path.name.startswith("."):
                 path = _hidden(path)
             shutil.rmtree(path, ignore_errors=True)
+
+    def sweep_all(self) -> None:
+        """Removes what killed publishers left of any version. Only for who knows that nobody else is writing."""
+        for version in self._begun():
+            if not self.is_committed(version):
+                shutil.rmtree(self.folder(version), ignore_errors=True)
+                continue
+            with suppress(DamagedDataError):  # which tree is the right one cannot be told: all stay
+                self.sweep(version, self.record(version).digest)
 
     def prune(self, keep: Collection[int]) -> None:
         """Removes the arrays of all stored versions that are not in `keep`, except the newest."""

@@ -144,6 +144,10 @@ class PolicyStore:
         newest = self.latest()
         self._trees.prune(keep if newest is None else {*keep, newest})
 
+    def sweep(self) -> None:
+        """Removes what killed publishers left. Only for who knows that nobody else is publishing."""
+        self._trees.sweep_all()
+
 
 def _is_nested_dict(params: Any, tree: NestedDict) -> bool:
     """Whether `params` is what a reader gets back, who knows only the leaves' paths."""
@@ -246,6 +250,10 @@ class TrainerStore:
     def prune(self, keep: Collection[int]) -> None:
         """Removes every state that is not in `keep`, except the newest. Commits stay."""
         self._trees.prune(keep)
+
+    def sweep(self) -> None:
+        """Removes what killed trainers left. Only for who knows that nobody else is saving."""
+        self._trees.sweep_all()
 
 
 def _in_structure_of(like: PyTree, stored: NestedDict) -> PyTree:

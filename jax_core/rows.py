@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from schemas.records import Group, Placement, Rollout, ShardContent
+
+Array = TypeVar("Array")  # np.ndarray here, jax.Array inside a compiled function
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,20 +38,20 @@ class Row:
     branches: tuple[tuple[int, Branch], ...]
 
 
-class MicroBatch(NamedTuple):
+class MicroBatch(NamedTuple, Generic[Array]):
     """One compiled call's input. B rows of L tokens, P prompts of Tp tokens; unused rows and prompts are padding."""
 
-    prompts: np.ndarray  # int32 [P, Tp], without their last tokens
-    prompt_lengths: np.ndarray  # int32 [P]
-    row_prompt: np.ndarray  # int32 [B]
-    inputs: np.ndarray  # int32 [B, L]
-    targets: np.ndarray  # int32 [B, L]
-    segments: np.ndarray  # int32 [B, L], 0 is padding, then 1, 2, ... for the branches of the row
-    positions: np.ndarray  # int32 [B, L]
-    mask: np.ndarray  # bool [B, L]
-    sampler_logprobs: np.ndarray  # float32 [B, L], 0.0 off the mask
-    advantages: np.ndarray  # float32 [B, L], 0.0 off the mask
-    weights: np.ndarray  # float32 [B, L], 0.0 off the mask
+    prompts: Array  # int32 [P, Tp], without their last tokens
+    prompt_lengths: Array  # int32 [P]
+    row_prompt: Array  # int32 [B]
+    inputs: Array  # int32 [B, L]
+    targets: Array  # int32 [B, L]
+    segments: Array  # int32 [B, L], 0 is padding, then 1, 2, ... for the branches of the row
+    positions: Array  # int32 [B, L]
+    mask: Array  # bool [B, L]
+    sampler_logprobs: Array  # float32 [B, L], 0.0 off the mask
+    advantages: Array  # float32 [B, L], 0.0 off the mask
+    weights: Array  # float32 [B, L], 0.0 off the mask
 
 
 def trained_tokens(rollout: Rollout) -> int:
@@ -90,7 +92,9 @@ def all_groups(contents: Sequence[ShardContent]) -> Iterator[tuple[Group, tuple[
         yield from zip(content.groups, content.placements, strict=True)
 
 
-def micro_batches(rows: Sequence[Row], *, rows_each: int, row_tokens: int, prompt_tokens: int) -> Iterator[MicroBatch]:
+def micro_batches(
+    rows: Sequence[Row], *, rows_each: int, row_tokens: int, prompt_tokens: int
+) -> Iterator[MicroBatch[np.ndarray]]:
     """Rows in order, `rows_each` a micro-batch at most, and at most half as many prompts (a prompt once each)."""
     most_prompts = max(1, rows_each // 2)
     shape = {"rows": rows_each, "prompts": most_prompts, "row_tokens": row_tokens, "prompt_tokens": prompt_tokens}
@@ -108,7 +112,9 @@ def micro_batches(rows: Sequence[Row], *, rows_each: int, row_tokens: int, promp
         yield lay_rows(batch, **shape)
 
 
-def lay_rows(given: Sequence[Row], *, rows: int, prompts: int, row_tokens: int, prompt_tokens: int) -> MicroBatch:
+def lay_rows(
+    given: Sequence[Row], *, rows: int, prompts: int, row_tokens: int, prompt_tokens: int
+) -> MicroBatch[np.ndarray]:
     """`given` as arrays of a fixed shape (B = rows, P = prompts, L = row_tokens), the rest padding."""
     b, p, length = rows, prompts, row_tokens
     out = MicroBatch(
@@ -135,7 +141,7 @@ def lay_rows(given: Sequence[Row], *, rows: int, prompts: int, row_tokens: int, 
     return out
 
 
-def _lay(out: MicroBatch, row: int, offset: int, segment: int, branch: Branch) -> None:
+def _lay(out: MicroBatch[np.ndarray], row: int, offset: int, segment: int, branch: Branch) -> None:
     n = len(branch.inputs)
     at = (row, slice(offset, offset + n))
     if offset + n > out.inputs.shape[1]:

@@ -113,7 +113,7 @@ class Trainer:
             batches += 1
         return gradient, sums, batches
 
-    def _micro_batches(self, rows: Sequence[Row]) -> Iterator[MicroBatch]:
+    def _micro_batches(self, rows: Sequence[Row]) -> Iterator[MicroBatch[np.ndarray]]:
         section = self.recipe.trainer
         return micro_batches(
             rows,
@@ -194,7 +194,7 @@ def _measurements(sums: dict[str, float]) -> dict[str, float]:
     }
 
 
-def _all_logprobs(config: ModelConfig, temperature: float, params: Params, batch: MicroBatch) -> jax.Array:
+def _all_logprobs(config: ModelConfig, temperature: float, params: Params, batch: MicroBatch[jax.Array]) -> jax.Array:
     """Log-probs [B, L, V] of every next token, at the temperature that the sampler drew with."""
     model = bind(config, params)
     hidden = packed(
@@ -209,39 +209,40 @@ def _all_logprobs(config: ModelConfig, temperature: float, params: Params, batch
     return jax.nn.log_softmax(model.logits(hidden) / temperature)
 
 
-def _of_targets(all_logprobs: jax.Array, batch: MicroBatch) -> jax.Array:
+def _of_targets(all_logprobs: jax.Array, batch: MicroBatch[jax.Array]) -> jax.Array:
     return jnp.take_along_axis(all_logprobs, batch.targets[..., None], axis=-1)[..., 0]
 
 
-def target_logprobs(config: ModelConfig, temperature: float, params: Params, batch: MicroBatch) -> jax.Array:
+def target_logprobs(config: ModelConfig, temperature: float, params: Params, batch: MicroBatch[jax.Array]) -> jax.Array:
     """Log-probs [B, L], nats, of each row's targets; finite but meaningless on padding."""
     return _of_targets(_all_logprobs(config, temperature, params, batch), batch)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _score(config: ModelConfig, temperature: float, params: Params, batch: MicroBatch) -> jax.Array:
+def _score(config: ModelConfig, temperature: float, params: Params, batch: MicroBatch[jax.Array]) -> jax.Array:
     return jnp.where(batch.mask, target_logprobs(config, temperature, params, batch), 0.0)
 
 
 def _loss(
-    config: ModelConfig, algorithm: AlgorithmSection, temperature: float, params: Params, batch: MicroBatch
+    config: ModelConfig, algorithm: AlgorithmSection, temperature: float, params: Params, batch: MicroBatch[jax.Array]
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """This micro-batch's part of the step's loss, sum_t weight_t L_t, and its part of the metrics' sums."""
     all_logprobs = _all_logprobs(config, temperature, params, batch)
     logprobs = _of_targets(all_logprobs, batch)
     tokens = (logprobs, batch.sampler_logprobs, batch.advantages, batch.mask)
-    clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
-    loss = jnp.sum(batch.weights * OBJECTIVES[algorithm.objective](*tokens, **clip))
+    low, high = algorithm.clip_low, algorithm.clip_high
     mask = batch.mask
-    entropy = -jnp.sum(jnp.exp(all_logprobs) * all_logprobs, axis=-1)
+    entropy = jnp.where(mask, -jnp.sum(jnp.exp(all_logprobs) * all_logprobs, axis=-1), 0.0)
+    losses = OBJECTIVES[algorithm.objective](*tokens, clip_low=low, clip_high=high) - algorithm.entropy_bonus * entropy
+    loss = jnp.sum(batch.weights * losses)
     ratio = importance_ratio(logprobs, batch.sampler_logprobs, mask)
     gap = jnp.where(mask, jnp.abs(logprobs - batch.sampler_logprobs), 0.0)
     sums = {
         "loss": loss,
         "tokens": jnp.sum(mask, dtype=jnp.float32),
-        "entropy": jnp.sum(jnp.where(mask, entropy, 0.0)),
+        "entropy": jnp.sum(entropy),
         "ratio": jnp.sum(jnp.where(mask, ratio, 0.0)),
-        "clipped": jnp.sum(is_clipped(*tokens, **clip), dtype=jnp.float32),
+        "clipped": jnp.sum(is_clipped(*tokens, clip_low=low, clip_high=high), dtype=jnp.float32),
         "gap": jnp.sum(gap),
         "gap_max": jnp.max(gap),
         "ratio_max": jnp.max(jnp.where(mask, ratio, 0.0)),
@@ -257,7 +258,7 @@ def _accumulate(
     params: Params,
     gradient: Params,
     sums: dict[str, jax.Array],
-    batch: MicroBatch,
+    batch: MicroBatch[jax.Array],
 ) -> tuple[Params, dict[str, jax.Array]]:
     part, found = jax.grad(partial(_loss, config, algorithm, temperature), has_aux=True)(params, batch)
     gradient = jax.tree.map(jnp.add, gradient, part)
@@ -298,6 +299,6 @@ def _rows_to_score(
     return rows, owners, scored
 
 
-def _used_rows(result: jax.Array, batch: MicroBatch) -> np.ndarray:
+def _used_rows(result: jax.Array, batch: MicroBatch[np.ndarray]) -> np.ndarray:
     """The rows of a micro-batch's result [B, L] that are not padding; these come first."""
     return np.asarray(result)[: int((batch.segments > 0).any(axis=1).sum())]

@@ -75,7 +75,9 @@ def _branch_tokens(demonstration: Demonstration) -> int:
     return int(sampled[-1] + 1 - sampled[0])
 
 
-def _rows_of(chosen: Sequence[Demonstration], rows: int, length: int, prompt_tokens: int) -> tuple[MicroBatch, int]:
+def _rows_of(
+    chosen: Sequence[Demonstration], rows: int, length: int, prompt_tokens: int
+) -> tuple[MicroBatch[np.ndarray], int]:
     total = sum(int(mask.sum()) for _, mask in chosen)
     laid = [_row(tokens, mask, 1.0 / total) for tokens, mask in chosen]
     return lay_rows(laid, rows=rows, prompts=rows, row_tokens=length, prompt_tokens=prompt_tokens), total
@@ -102,7 +104,7 @@ def _supervised_step(
     section: OptimizerSection,
     params: Params,
     opt_state: Any,
-    batch: MicroBatch,
+    batch: MicroBatch[jax.Array],
     rate: float,
 ) -> tuple[Params, Any, jax.Array]:
     def negative_log_likelihood(params: Params) -> jax.Array:

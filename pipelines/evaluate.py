@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from schemas.store import RunStore
 from stages.options import checked_options
 from stages.prompts.datasets import open_prompts
 from stages.reward.reward import REWARDS, score_batch
-from stages.rollout.environments import ENVIRONMENTS, frozen_lake
+from stages.rollout.environments import ENVIRONMENTS
 from stages.rollout.episodes import run_episodes
 from stages.runtime import Runtime, runtime
 from stages.train import StepReport
@@ -42,13 +42,7 @@ from stages.warm_start import random_params
 Z_95 = 1.959963984540054  # two-sided 95 % quantile of the normal distribution
 WILSON = "Wilson"
 CLUSTERED = "Wilson, clustered by prompt"
-RESULTS = "results.json"  # in the run directory: `RunResults`
 ROWS_IN_FLIGHT = 512  # episodes played at once
-
-# Success of a rule that does not plan, by environment: what a policy has to beat before it can be said to plan.
-SCRIPTED: dict[str, Callable[[Sequence[Prompt], Mapping[str, Any]], float]] = {
-    "frozen_lake": frozen_lake.scripted_success,
-}
 
 
 @dataclass(frozen=True)
@@ -436,7 +430,9 @@ class LearningCurve:
         self._measured = {event.step for event in read_metrics(RunStore.open(run), "evaluate")}
 
     def first(self, commit: PolicyCommit) -> None:
-        self._measure_if_due(commit.version)
+        # A run that was killed at a point has published its policy and will not train that step again.
+        for version in runtime(self._run, self._recipe).policies.versions():
+            self._measure_if_due(version)
 
     def each(self, report: StepReport) -> None:
         self._measure_if_due(report.policy_version)
@@ -529,7 +525,7 @@ def run_results(shared: Runtime) -> RunResults:
 
 def play_scripted(recipe: Recipe, prompts: Sequence[Prompt]) -> list[PromptOutcome] | None:
     """What the environment's scripted rule makes of each prompt, one episode each; None if it has no such rule."""
-    success = SCRIPTED.get(recipe.task.environment)
+    success = ENVIRONMENTS[recipe.task.environment].scripted
     if success is None:
         return None
     outcomes = []

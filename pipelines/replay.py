@@ -11,10 +11,8 @@ Left out on purpose: Beam (one process, one step after another), and resuming a 
 
 from __future__ import annotations
 
-import json
 import math
 import time
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -29,7 +27,7 @@ from schemas.errors import DamagedDataError, UserError
 from schemas.manifest import StepList
 from schemas.metrics import MetricsWriter, read_metrics
 from schemas.recipe import Recipe
-from schemas.recipe_io import differences, recipe_from_json, recipe_to_json
+from schemas.recipe_io import differences, recipe_from_json, recipe_to_json, with_overrides
 from schemas.records import ShardContent
 from schemas.store import RunStore
 from schemas.text import to_json
@@ -37,7 +35,6 @@ from stages.runtime import Runtime
 from stages.shards import frozen_step
 from stages.train import drop_too_old, policies_to_keep
 
-REPLAY = "replay.json"  # in the directory that a replay writes: what it is a replay of
 MAY_CHANGE = ("algorithm.", "trainer.")
 
 Report = Callable[["ReplayedStep"], None]
@@ -95,10 +92,7 @@ def changed_recipe(recipe: Recipe, overrides: Sequence[str]) -> tuple[Recipe, li
     Raises:
       UserError: an override is wrong, or changes what the saved trajectories were made with.
     """
-    data = recipe.model_dump(mode="json")
-    for override in overrides:
-        _override(data, override)
-    changed = recipe_from_json(json.dumps(data).encode(), "the changed recipe")
+    changed = with_overrides(recipe, overrides)
     found = differences(recipe, changed)
     for change in found:
         if not change.startswith(MAY_CHANGE):
@@ -108,21 +102,6 @@ def changed_recipe(recipe: Recipe, overrides: Sequence[str]) -> tuple[Recipe, li
                 "Change only algorithm.* and trainer.*, or start a new run with `rollstream run`.",
             )
     return changed, found
-
-
-def _override(data: dict[str, Any], override: str) -> None:
-    path, equals, text = override.partition("=")
-    *sections, key = path.strip().split(".")
-    if not equals or not key or not all(sections):
-        raise UserError(override, "is not an override.", "Write section.key=value, such as algorithm.advantage=rloo.")
-    for name in sections:
-        data = data.setdefault(name, {})
-        if not isinstance(data, dict):
-            raise UserError(override, f"{name} is a value, not a section.", "Override that value.")
-    try:
-        data[key] = tomllib.loads(f"value = {text.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
-        data[key] = text.strip()
 
 
 def replay(
@@ -244,7 +223,7 @@ class Keeper:
         self._recipe = recipe
         self._policies = PolicyStore(to)
         self._metrics = MetricsWriter(to, "train")
-        to.put_new(REPLAY, to_json({"run": shared.run, "changes": list(changes)}, indent=2).encode() + b"\n")
+        to.put_new(run_layout.REPLAY, to_json({"run": shared.run, "changes": list(changes)}, indent=2).encode() + b"\n")
         to.put_new(run_layout.CONFIG, recipe_to_json(recipe))
         self._policies.publish(0, initial, source=shared.policies.commit(0).source)
 

@@ -200,9 +200,10 @@ def _train(recipe: Recipe, location: Path, resume: bool) -> None:
 
 def _finish(recipe: Recipe, location: Path, console: Console) -> None:
     """The results on held-out prompts, kept in the run directory, printed and drawn."""
-    from pipelines.evaluate import RESULTS, open_run, run_results
-    from runners.curve import CURVE, curve_of, draw
+    from pipelines.evaluate import open_run, run_results
+    from runners.curve import curve_of, draw
     from runners.report import results_table
+    from schemas.run_layout import CURVE, RESULTS
     from schemas.text import to_json
 
     shared = open_run(location)

@@ -28,7 +28,8 @@ from schemas.recipe import Recipe
 from schemas.recipe_io import differences, recipe_from_json, recipe_to_json
 from schemas.store import RunStore
 from stages.runtime import Runtime, release, runtime
-from stages.train import StepReport, train_ready_steps
+from stages.shards import sweep_orphans
+from stages.train import StepReport, settle, train_ready_steps
 
 _CHATTY_LOGGERS = ("apache_beam.runners.common", "apache_beam.runners.worker.sdk_worker")
 
@@ -53,24 +54,41 @@ def run(
       after_warm_start, after_step, warm_start_report: see `stages.runtime.Runtime`.
 
     Raises:
-      UserError: the directory is occupied or holds another recipe's run; a flag that this placement cannot follow; or
-        whatever a stage raised, as it raised it.
+      UserError: the directory is occupied, holds another recipe's run, or another process is at work on it; a flag that
+        this placement cannot follow; or whatever a stage raised, as it raised it.
       KeyboardInterrupt: the run was interrupted. What is committed stays, and the run can be resumed.
     """
     location = str(location)
     options = _options(beam_flags)
-    prepare_run(RunStore.open(location), recipe, resume=resume)
-    release(location)  # what an earlier run in this process knew of the directory may no longer be so
-    shared = runtime(location, recipe)
-    shared.after_warm_start += after_warm_start
-    shared.after_step += after_step
-    shared.warm_start_report = warm_start_report or shared.warm_start_report
-    try:
+    store = RunStore.open(location)
+    prepare_run(store, recipe, resume=resume)
+    with store.held(run_layout.CONFIG), _fresh_runtime(location, recipe) as shared:
+        shared.after_warm_start += after_warm_start
+        shared.after_step += after_step
+        shared.warm_start_report = warm_start_report or shared.warm_start_report
+        clear_leftovers(shared)
+        settle(shared)
         train_ready_steps(shared)
         _run_pipeline(recipe, location, options)
         _check_finished(shared)
+
+
+@contextmanager
+def _fresh_runtime(location: str, recipe: Recipe) -> Iterator[Runtime]:
+    """The Runtime, new: what an earlier run in this process knew of the directory may no longer be so."""
+    release(location)
+    try:
+        yield runtime(location, recipe)
     finally:
         release(location)
+
+
+def clear_leftovers(shared: Runtime) -> None:
+    """Removes what killed processes left half-made. Only for who holds the run: another's work would look the same."""
+    shared.store.sweep_staged()
+    sweep_orphans(shared.store)
+    shared.policies.sweep()
+    shared.trainer_states.sweep()
 
 
 def prepare_run(store: RunStore, recipe: Recipe, *, resume: bool) -> None:

@@ -20,8 +20,6 @@ from schemas.store import RunStore
 if TYPE_CHECKING:
     from pipelines.evaluate import RunResults
 
-CURVE = "curve.png"  # in the run directory
-
 # Okabe and Ito's colours: told apart by readers with any of the common colour deficiencies, and in grey print.
 BLUE, ORANGE, GREEN, BLACK, GREY = "#0072B2", "#E69F00", "#009E73", "#000000", "#767676"
 

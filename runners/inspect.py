@@ -30,7 +30,6 @@ from schemas.store import RunStore
 
 Record = TypeVar("Record", bound=StoredRecord)
 
-REPLAY = "replay.json"  # as in pipelines.replay, whose imports take seconds
 STAGES = ("prompts", "rollout", "reward", "group", "pack", "shards", "train")
 
 # What a newcomer looks at first, in this order. (metric, what it is called in the table)
@@ -216,12 +215,12 @@ def _recipe(store: RunStore, problems: list[str]) -> Recipe | None:
 
 def _replay_of(store: RunStore, problems: list[str]) -> Mapping[str, Any] | None:
     try:
-        fields = json.loads(store.get(REPLAY))
+        fields = json.loads(store.get(run_layout.REPLAY))
         return {"run": str(fields["run"]), "changes": [str(change) for change in fields["changes"]]}
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError):
-        problems.append(f"{REPLAY}: is damaged")
+        problems.append(f"{run_layout.REPLAY}: is damaged")
         return {"run": "?", "changes": []}
 
 

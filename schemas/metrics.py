@@ -41,7 +41,7 @@ _TABLE: dict[str, tuple[tuple[str, str, str], ...]] = {
     "rollout": (
         ("rollout/trajectories", "trajectories", "sampled, failed ones included"),
         ("rollout/failed_trajectories", "trajectories", "tombstones: the episode failed"),
-        ("rollout/prompt_tokens", "tokens", "prompt tokens, once a group"),
+        ("rollout/prompt_tokens", "tokens", "prompt tokens, computed and counted once a group"),
         ("rollout/sampled_tokens", "tokens", "tokens that the policy sampled"),
         ("rollout/environment_tokens", "tokens", "tokens that environments wrote after the prompt"),
         ("rollout/turns/mean", "turns", "answers of an episode"),

@@ -8,6 +8,8 @@ Left out on purpose: where it runs (runner, hosts, directories). A recipe runs u
 
 from __future__ import annotations
 
+import string
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -16,6 +18,14 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
+
+
+class ConflictsError(ValueError):
+    """Settings that do not go together: all of them, each with its reason and way out."""
+
+    def __init__(self, reasons: tuple[str, ...]):
+        super().__init__("\n".join(reasons))
+        self.reasons = reasons
 
 
 class Section(BaseModel):
@@ -42,8 +52,8 @@ class ModelSection(Section):
     def _shapes_fit(self) -> ModelSection:
         if self.heads % self.kv_heads:
             raise ValueError(
-                f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}: each key/value head serves an equal "
-                f"share of the query heads. Choose kv_heads that divides {self.heads}."
+                f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}: each key/value head serves an "
+                f"equal share of the query heads. Choose kv_heads that divides {self.heads}."
             )
         if self.head_width % 2:
             raise ValueError(
@@ -56,7 +66,7 @@ class TokenizerSection(Section):
     """One token a character of `alphabet`, after the special tokens <pad> and <eos>."""
 
     kind: Literal["character"] = Field("character", description="the tokenizer's kind")
-    alphabet: str = Field("\nFGHS^LDRU0123456789?", min_length=1, description="the characters, each once")
+    alphabet: str = Field("\nGH^LDRU?" + string.ascii_lowercase, min_length=1, description="the characters, each once")
 
     @model_validator(mode="after")
     def _no_character_twice(self) -> TokenizerSection:
@@ -118,9 +128,9 @@ class RolloutSection(Section):
     cohorts: Positive = Field(
         2, description="halves of an element that take turns: one decodes while the other's environments step"
     )
-    prompt_tokens: Positive = Field(48, description="longest prompt; a longer one is refused, counted and never cut")
+    prompt_tokens: Positive = Field(32, description="longest prompt; a longer one is refused, counted and never cut")
     branch_tokens: Positive = Field(
-        64, description="most tokens after the prompt, answers and environment text together"
+        48, description="most tokens after the prompt, answers and environment text together"
     )
     max_turns: Positive = Field(64, description="most answers of an episode; the environment may end it sooner")
     max_lag: NonNegative = Field(
@@ -149,6 +159,10 @@ class AlgorithmSection(Section):
     )
     clip_low: PositiveFloat = Field(0.2, description="lower clip range of the ratio")
     clip_high: PositiveFloat = Field(0.2, description="upper clip range of the ratio")
+    entropy_bonus: Annotated[float, Field(ge=0.0)] = Field(
+        0.0,
+        description="entropy of each trained token, nats, that counts as so much less loss; keeps a policy exploring",
+    )
     skip_equal_groups: bool = Field(
         True, description="groups whose rewards are all equal are left out of the update and of its denominator"
     )
@@ -179,10 +193,11 @@ class TrainerSection(Section):
 
     steps: Positive = Field(200, description="training steps; the run ends with policy version `steps`")
     micro_batch_rows: Positive = Field(32, description="pack rows of one micro-batch")
-    row_tokens: Positive = Field(64, description="L, tokens of a pack row; at least rollout.branch_tokens")
+    row_tokens: Positive = Field(48, description="L, tokens of a pack row; at least rollout.branch_tokens")
     checkpoint_every: Positive = Field(
         25,
-        description="steps between saves of the optimizer state; a resume repeats the steps since the last one, exactly",
+        description="steps between saves of the optimizer state; a resume repeats the steps since the last one, "
+        "exactly",
     )
     keep_policies: Positive = Field(
         8, description="newest policy versions kept on disk, besides the first and every checkpoint's"
@@ -234,23 +249,27 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Recipe:
+        if reasons := tuple(self._conflicts()):
+            raise ConflictsError(reasons)
+        return self
+
+    def _conflicts(self) -> Iterator[str]:
         if self.trainer.row_tokens < self.rollout.branch_tokens:
-            raise ValueError(
+            yield (
                 f"trainer.row_tokens={self.trainer.row_tokens} is below rollout.branch_tokens="
                 f"{self.rollout.branch_tokens}: the longest trajectory would fit no training row and be lost. "
                 f"Set trainer.row_tokens to {self.rollout.branch_tokens} or more."
             )
         if self.sampling.answer_tokens > self.rollout.branch_tokens:
-            raise ValueError(
+            yield (
                 f"sampling.answer_tokens={self.sampling.answer_tokens} exceeds rollout.branch_tokens="
                 f"{self.rollout.branch_tokens}: one answer may not outgrow its episode. Lower answer_tokens."
             )
         if self.rollout.samples_per_prompt == 1 and self.algorithm.advantage in ("grpo", "dr_grpo", "rloo"):
-            raise ValueError(
-                f"rollout.samples_per_prompt=1 with algorithm.advantage={self.algorithm.advantage!r}: a group of one has "
-                "no baseline, every advantage is 0 and nothing is learned. Sample at least 2, or use 'reinforce'."
+            yield (
+                f"rollout.samples_per_prompt=1 with algorithm.advantage={self.algorithm.advantage!r}: a group of one "
+                "has no baseline, every advantage is 0 and nothing is learned. Sample at least 2, or use 'reinforce'."
             )
-        return self
 
     @property
     def prompts_per_element(self) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from schemas.errors import DamagedDataError, UserError
-from schemas.recipe import Recipe
+from schemas.recipe import ConflictsError, Recipe
 
 _MOST_SHOWN = 20  # problems that fit one screen
 
@@ -50,10 +50,19 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     data = _read_toml(Path(path))
     for override in overrides:
         _apply(data, override)
-    problems = _problems(data)
-    if problems:
-        raise _error(str(path), problems)
-    return _validated(data)
+    return _checked(data, str(path))
+
+
+def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """`recipe` with `section.key=value` overrides applied in order, read as `load_recipe` reads them.
+
+    Raises:
+      UserError: an override is none, or the recipe has problems then: all of them, with their paths.
+    """
+    data = recipe.model_dump(mode="json")
+    for override in overrides:
+        _apply(data, override)
+    return _checked(data, "the changed recipe")
 
 
 def recipe_to_json(recipe: Recipe) -> bytes:
@@ -156,6 +165,13 @@ def _validated(data: Mapping[str, Any]) -> Recipe:
     return Recipe.model_validate_json(json.dumps(data, default=str), strict=True)
 
 
+def _checked(data: Mapping[str, Any], name: str) -> Recipe:
+    problems = _problems(data)
+    if problems:
+        raise _error(name, problems)
+    return _validated(data)
+
+
 def _problems(data: Mapping[str, Any]) -> list[Problem]:
     """Everything that is wrong with `data`.
 
@@ -171,9 +187,8 @@ def _problems(data: Mapping[str, Any]) -> list[Problem]:
     while True:
         found = _complaints(rest)
         for item in found:
-            problem = _problem(item)
-            if not any(_mentions(problem.reason, location) for location in removed):
-                problems.append(problem)
+            said = _problems_of(item)
+            problems += [p for p in said if not any(_mentions(p.reason, location) for location in removed)]
         locations = [_location(item["loc"]) for item in found]
         if not found or () in locations or set(locations) <= set(removed):
             return problems
@@ -224,6 +239,13 @@ def _take_out(data: dict[str, Any], location: tuple[str, ...]) -> None:
 
 def _mentions(reason: str, path: tuple[str, ...]) -> bool:
     return re.search(rf"\b{re.escape(path[-1])}\b", reason) is not None
+
+
+def _problems_of(item: Any) -> list[Problem]:
+    conflicts = item.get("ctx", {}).get("error")
+    if isinstance(conflicts, ConflictsError):
+        return [Problem("the recipe", reason) for reason in conflicts.reasons]
+    return [_problem(item)]
 
 
 def _problem(item: Any) -> Problem:

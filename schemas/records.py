@@ -46,7 +46,10 @@ class PromptBatch:
 
 @dataclass(frozen=True)
 class Turn:
-    """Tokens [start, end) of a trajectory, written by `role`. `seconds` is what it took (sampling, or the environment)."""
+    """Tokens [start, end) of a trajectory, written by `role`.
+
+    `seconds` is what it took (sampling, or the environment).
+    """
 
     role: Role
     start: int

@@ -5,16 +5,23 @@ pins/step-00000042/0000.json                  which policy version samples an el
 trajectories/step-00000042/0000-<sha256>.arrow        data, complete under its digest's name
 trajectories/manifests/step-00000042/0000.json        the commit of a shard; first writer wins
 steps/00000042.json                           the frozen list of the shards that step 42 trains on
-policies/00000042/...  policies/00000042/COMMIT.json  weights (Orbax); COMMIT last
-trainer/00000042/...   trainer/00000042/COMMIT.json   optimizer state; COMMIT last
+policies/00000042/<digest>/...                weights (Orbax), under the digest of their content
+policies/00000042/COMMIT.json                 created last, it makes the version exist; stays when the weights are pruned
+trainer/00000042/<digest>/...                 optimizer state (Orbax)
+trainer/00000042/COMMIT.json                  as for policies
 metrics/<stage>.jsonl                         append-only, one line an event
 dead_letters/step-00000042/<group>-<sample>-<stage>.json
 quarantine/step-00000042/0000-<sha256>.arrow  content that differs from what already holds its slot
+results.json  curve.png                       what a finished run achieved, in numbers and as a picture
+replay.json                                   in a directory that a replay wrote: the run that it is a replay of
 """
 
 from __future__ import annotations
 
 CONFIG = "config.json"
+RESULTS = "results.json"
+CURVE = "curve.png"
+REPLAY = "replay.json"
 
 
 def step_name(step: int) -> str:

@@ -18,7 +18,7 @@ import re
 import secrets
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlparse
@@ -47,6 +47,8 @@ class _Backend(Protocol):
     def list(self, prefix: str) -> Keys: ...
     def delete(self, key: str) -> None: ...
     def append_line(self, key: str, line: bytes) -> None: ...
+    def held(self, key: str) -> AbstractContextManager[None]: ...
+    def sweep_staged(self) -> None: ...
 
 
 class RunStore:
@@ -115,6 +117,20 @@ class RunStore:
         if b"\n" in line:
             raise ValueError(f"{key}: a line may not hold a newline: {line[:80]!r}")
         self._backend.append_line(_checked(key), line + b"\n")
+
+    def held(self, key: str) -> AbstractContextManager[None]:
+        """Holds `key`, which must exist, for this caller alone until the context ends or the process does, however.
+
+        Reading and writing do not ask for it: it only keeps out others who ask to hold the same key.
+
+        Raises:
+          UserError: on entering, if somebody holds it already.
+        """
+        return self._backend.held(_checked(key))
+
+    def sweep_staged(self) -> None:
+        """Removes what killed writers left staged. Only for who knows that nobody else is writing."""
+        self._backend.sweep_staged()
 
     def local_path(self, key: str) -> Path:
         """Where `key` lies on this machine, for libraries that write files themselves.
@@ -196,11 +212,17 @@ class _Memory:
             before = self.get(key) if self.exists(key) else b""
             self.put(key, before + line)
 
+    def held(self, key: str) -> AbstractContextManager[None]:
+        return nullcontext()  # no other process has this store
+
+    def sweep_staged(self) -> None:
+        """Nothing is staged."""
+
 
 class _LocalFiles:
     """A local folder. Bytes are staged beside their key, synced, and then given its name in one system call.
 
-    A killed writer leaves a staged file behind; no reader sees it and no writer minds it.
+    A killed writer leaves a staged file behind; no reader sees it, no writer minds it, and `sweep_staged` removes it.
     """
 
     def __init__(self, root: Path):
@@ -257,6 +279,31 @@ class _LocalFiles:
                 _append(descriptor, line)
             finally:
                 os.close(descriptor)
+
+    @contextmanager
+    def held(self, key: str) -> Iterator[None]:
+        with _named_errors(key):
+            # Opened for writing, because network file systems give exclusive locks to no other.
+            descriptor = os.open(self._root / key, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            with _named_errors(key):
+                _lock_or_refuse(descriptor, str(self._root))
+            yield
+        finally:
+            os.close(descriptor)  # and the lock is gone
+
+    def sweep_staged(self) -> None:
+        for folder, _, names in os.walk(self._root):
+            for name in filter(_STAGED.search, names):
+                with suppress(FileNotFoundError):
+                    Path(folder, name).unlink()
+
+
+def _lock_or_refuse(descriptor: int, location: str) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(location, "another process is at work on it.", "Wait until it ends, or stop it.") from None
 
 
 def _append(descriptor: int, line: bytes) -> None:

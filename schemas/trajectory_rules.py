@@ -280,16 +280,19 @@ def _is_json_object(text: str) -> bool:
 
 
 def _check_plan(rows: _Rows) -> None:
-    """Each placed branch lies in one row, beside branches of its own group only, and overlaps none.
+    """Each branch lies in one row, beside branches of its own group only, and overlaps none.
 
-    A branch goes from the end of the prompt to the last sampled token.
+    A branch goes from the end of the prompt to the last sampled token. One that lay in no row would be training data
+    lost without a word.
     """
     pack_row, offset = rows.of("pack_row").astype(np.int64), rows.of("pack_offset").astype(np.int64)
     row_tokens, count = rows.number("row_tokens"), rows.number("rows")
-    end = offset + _branch_lengths(rows)
+    lengths = _branch_lengths(rows)
+    end = offset + lengths
     rows.refuse((pack_row < -1) | (pack_row >= count), "pack_row", f"the table has {count} pack rows; -1 is none")
     placed = pack_row >= 0
     rows.refuse(placed & (rows.of("status") == "failed"), "pack_row", "a tombstone lies in no pack row")
+    rows.refuse(~placed & (lengths > 0), "pack_row", "a trajectory with sampled tokens lies in a pack row")
     outside = placed & ((offset < 0) | (end > row_tokens))
     rows.refuse(outside, "pack_offset", f"the branch lies within the row's {row_tokens} tokens")
     order = np.lexsort((end, offset, pack_row))

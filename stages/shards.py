@@ -6,8 +6,7 @@ The manifest is the commit: whoever creates it first has the slot (step, element
 the same content changes nothing; one that brings other content is put in quarantine, because a retry should have
 remade the same trajectories. Readers list manifests and never data files, so what a killed writer left is never read.
 
-Left out on purpose: sweeping what killed writers left (`orphans` lists it; another writer may be at work on it), and
-any collecting over elements: which shards make a step is decided by `freeze_step`, over manifests.
+Left out on purpose: any collecting over elements. Which shards make a step is decided by `freeze_step`, over manifests.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
 from typing import Literal
@@ -59,14 +59,22 @@ def write_shard(store: RunStore, packed: PackedBatch, run_id: str) -> ShardManif
 
 def commit_shard(store: RunStore, packed: PackedBatch, run_id: str) -> ShardCommit:
     """As `write_shard`, and says whether this attempt was the one that counted."""
+    return commit_prepared(store, *prepare_shard(packed, run_id))
+
+
+def prepare_shard(packed: PackedBatch, run_id: str) -> tuple[ShardManifest, bytes]:
+    """The manifest and the file of a batch, of which nothing is written yet. Raises as `write_shard` does."""
     prompts = packed.prompts
     if prompts.run_id != run_id:
         raise _foreign(f"element {prompts.element_index} of step {prompts.step}", prompts.run_id, run_id)
     table = trajectory.encode(packed)
     trajectory.validate(table)
     data = trajectory.to_bytes(table)
-    manifest = _describe(packed, table, data)
+    return _describe(packed, table, data), data
 
+
+def commit_prepared(store: RunStore, manifest: ShardManifest, data: bytes) -> ShardCommit:
+    """Commits what `prepare_shard` made. Raises as `write_shard` does."""
     slot = run_layout.manifest(manifest.step, manifest.element_index)
     if not store.exists(slot):
         crash_point("shard-before-data")
@@ -153,7 +161,9 @@ def read_shard(store: RunStore, manifest: ShardManifest) -> ShardContent:
         raise _damaged(manifest, "its manifest is there, but the file is not.") from error
     if len(data) != manifest.bytes:
         raise _damaged(manifest, f"has {len(data)} bytes, and its manifest says {manifest.bytes}.")
-    table = trajectory.from_bytes(data, name=manifest.key, sha256=manifest.sha256)
+    if hashlib.sha256(data).hexdigest() != manifest.sha256:
+        raise _damaged(manifest, f"its SHA-256 is not {manifest.sha256}, so it was altered.")
+    table = trajectory.from_bytes(data, name=manifest.key)
     try:
         trajectory.validate(table)
     except trajectory.InvalidTrajectory as error:
@@ -165,8 +175,9 @@ def read_shard(store: RunStore, manifest: ShardManifest) -> ShardContent:
 
 
 def _damaged(manifest: ShardManifest, reason: str) -> DamagedDataError:
+    slot = run_layout.manifest(manifest.step, manifest.element_index)
     return DamagedDataError(
-        manifest.key, reason, "Restore the file, or set trainer.damaged_shards to 'skip' to train without it."
+        manifest.key, reason, f"Restore the file; or remove {slot} and resume: the same trajectories are sampled again."
     )
 
 
@@ -189,6 +200,13 @@ def orphans(store: RunStore) -> list[str]:
     committed = {manifest.key for manifest in list_manifests(store)}
     data = [key for key in store.list("trajectories/") if key.endswith(".arrow")]
     return [key for key in data if key not in committed]
+
+
+def sweep_orphans(store: RunStore) -> None:
+    """Removes the orphans. Only for who knows that nobody else is writing: another's may be about to be committed."""
+    with suppress(DamagedDataError):  # a manifest that cannot be read may name any of them: all stay
+        for key in orphans(store):
+            store.delete(key)
 
 
 def _manifest_keys(store: RunStore, step: int | None) -> list[str]:
@@ -318,14 +336,18 @@ class _WriteShardFn(beam.DoFn):
 
     def process(self, packed: PackedBatch) -> Iterator[ShardManifest]:
         started = time.perf_counter()
-        # Before the commit: after it, a retry that finds the slot taken may be the only one left to write them.
+        # Before the commit: a run that is killed right after it never comes back to this element.
         dead_letters = write_dead_letters(self._store, packed.failures)
-        commit = commit_shard(self._store, packed, packed.prompts.run_id)
-        seconds = time.perf_counter() - started
-        self._measure(commit, dead_letters, seconds)
+        manifest, data = prepare_shard(packed, packed.prompts.run_id)
+        self._measure(packed, ShardCommit(manifest, "written"), time.perf_counter() - started)
+        commit = commit_prepared(self._store, manifest, data)
+        self._measure(packed, commit, time.perf_counter() - started)
+        count(WriteShards, commit.outcome.replace("_", "-"))
+        count(WriteShards, "out-bytes", commit.manifest.bytes if commit.outcome == "written" else 0)
+        count(WriteShards, "dead-letters", dead_letters)
         yield commit.manifest
 
-    def _measure(self, commit: ShardCommit, dead_letters: int, seconds: float) -> None:
+    def _measure(self, packed: PackedBatch, commit: ShardCommit, seconds: float) -> None:
         manifest = commit.manifest
         values = {
             "shards/bytes": manifest.bytes,
@@ -333,10 +355,7 @@ class _WriteShardFn(beam.DoFn):
             "shards/tokens": manifest.tokens,
             "shards/already_committed": int(commit.outcome == "already_committed"),
             "shards/quarantined": int(commit.outcome == "quarantined"),
-            "shards/dead_letters": dead_letters,
+            "shards/dead_letters": len(packed.failures),  # whichever attempt wrote them
             "shards/seconds": seconds,
         }
         self._metrics.write(manifest.step, values, element=manifest.element_index)
-        count(WriteShards, commit.outcome.replace("_", "-"))
-        count(WriteShards, "out-bytes", manifest.bytes if commit.outcome == "written" else 0)
-        count(WriteShards, "dead-letters", dead_letters)

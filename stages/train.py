@@ -133,21 +133,43 @@ def _timed_update(
 
 
 def _save_and_publish(shared: Runtime, state: TrainState) -> PolicyCommit:
-    recipe, version = shared.recipe, state.step
+    version = state.step
     # Published before the checkpoint: generators wait for weights, and nobody waits for the optimizer state.
     commit = shared.policies.publish(version, state.params, source="step")
     shared.train_state = state
     shared.policy_cache.put(version, state.params)
     _save_checkpoint(shared, state)
-    shared.policies.prune(policies_to_keep(version, recipe))
-    shared.trainer_states.prune(trainer_states_to_keep(version, recipe))
+    _prune(shared, version)
     return commit
 
 
+def settle(shared: Runtime) -> None:
+    """Does what a killed trainer still owed to the version that it published last: the checkpoint and the pruning.
+
+    Raises what `train_ready_steps` raises.
+    """
+    with shared.train_lock:
+        version = shared.policies.latest()
+        if version is None:
+            return
+        if _owes_checkpoint(shared, version):
+            _save_checkpoint(shared, state_at(shared, version))
+        _prune(shared, version)
+
+
+def _prune(shared: Runtime, newest: int) -> None:
+    shared.policies.prune(policies_to_keep(newest, shared.recipe))
+    shared.trainer_states.prune(trainer_states_to_keep(newest, shared.recipe))
+
+
+def _owes_checkpoint(shared: Runtime, version: int) -> bool:
+    """Whether the trainer's state is due at this version and not there."""
+    due = version > 0 and is_checkpoint(version, shared.recipe)
+    return due and shared.trainer_states.newest_at_most(version) != version
+
+
 def _save_checkpoint(shared: Runtime, state: TrainState) -> None:
-    """Saves the trainer's state, if it is due at this version and not there."""
-    due = state.step > 0 and is_checkpoint(state.step, shared.recipe)
-    if due and shared.trainer_states.newest_at_most(state.step) != state.step:
+    if _owes_checkpoint(shared, state.step):
         crash_point("before-checkpoint")
         shared.trainer_states.save(state.step, shared.trainer.state_tree(state))
         crash_point("after-checkpoint")

@@ -2,8 +2,8 @@
 
 A demonstration is an episode as the agent would have seen it, with good answers in the place of sampled ones:
 
-    tokens  ^ S F \n F G \n 0 0   R   0 1   D          (the prompt, then answer, position, answer)
-    mask    . . . . . . . . . .   x   . .   x          x: trained
+    tokens  ^ a b \n f G \n a   R   b   D          (the prompt, then answer, position, answer)
+    mask    . . . .  . . .  .   x   .   x          x: trained
 
 The environment writes its own text, so a policy that was warmed up meets nothing new when it starts to sample.
 

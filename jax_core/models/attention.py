@@ -34,7 +34,8 @@ def attend(q: jax.Array, places: list[Keys]) -> jax.Array:
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
     ends = list(accumulate(s.shape[-1] for s in scores))
     parts = jnp.split(weights, ends[:-1], axis=-1)
-    return sum(_mix(part, place.v, q.shape) for part, place in zip(parts, places, strict=True))
+    mixed = [_mix(part, place.v, q.shape) for part, place in zip(parts, places, strict=True)]
+    return sum(mixed[1:], start=mixed[0])
 
 
 def _scores(q: jax.Array, place: Keys) -> jax.Array:

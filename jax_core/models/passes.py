@@ -6,13 +6,15 @@ own branch. So branches need nothing of the prompt but its keys and values, in s
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jax_core.models.attention import Keys, attend
 from jax_core.models.decoder import Decoder
+
+Array = TypeVar("Array")  # np.ndarray on the host, jax.Array inside a compiled function
 
 
 class Prefix(NamedTuple):
@@ -23,12 +25,12 @@ class Prefix(NamedTuple):
     lengths: jax.Array  # int32 [N]
 
 
-class Cache(NamedTuple):
+class Cache(NamedTuple, Generic[Array]):
     """Keys and values that each row has of its own. A column is one call's slot, the same for all rows."""
 
     k: jax.Array  # [layers, B, S, K, h]
     v: jax.Array  # [layers, B, S, K, h]
-    valid: jax.Array  # bool [B, S]
+    valid: Array  # bool [B, S]
 
 
 def causal(length: int) -> jax.Array:
@@ -54,7 +56,7 @@ def prefix_mask(lengths: jax.Array, padded: int) -> jax.Array:
 
 
 def extend(
-    model: Decoder, prefix: Prefix, cache: Cache, tokens: jax.Array, positions: jax.Array, valid: jax.Array
+    model: Decoder, prefix: Prefix, cache: Cache[jax.Array], tokens: jax.Array, positions: jax.Array, valid: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs one chunk of every row, after its prefix and its cache.
 

@@ -120,9 +120,9 @@ class Session:
         self._retire(environment_tokens)
         chunk, lengths = self._chunk(environment_tokens)
         self._make_room(chunk.shape[1] + self._engine.answer_tokens - 1)
-        tokens, logprobs, counts, cache_k, cache_v = self._decode(chunk, lengths)
+        *drawn, cache_k, cache_v = self._decode(chunk, lengths)
         self._cache = Cache(cache_k, cache_v, self._cache.valid)
-        tokens, logprobs, counts = np.asarray(tokens), np.asarray(logprobs), np.array(counts)
+        tokens, logprobs, counts = np.asarray(drawn[0]), np.asarray(drawn[1]), np.array(drawn[2])
         answers = {}
         for slot in np.flatnonzero(self._alive):
             answer = self._finish(tokens[slot, : counts[slot]], logprobs[slot, : counts[slot]])
@@ -206,7 +206,7 @@ class Session:
         valid = np.pad(self._cache.valid, pad[1:3])
         self._cache = Cache(jnp.pad(self._cache.k, pad), jnp.pad(self._cache.v, pad), valid)
 
-    def _empty_cache(self, rows: int, columns: int) -> Cache:
+    def _empty_cache(self, rows: int, columns: int) -> Cache[np.ndarray]:
         c = self._engine.config
         shape = (c.layers, rows, columns, c.kv_heads, c.head_width)
         return Cache(jnp.zeros(shape), jnp.zeros(shape), np.zeros((rows, columns), bool))

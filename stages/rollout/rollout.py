@@ -46,14 +46,15 @@ def roll_out(runtime: Runtime, recipe: Recipe, batch: PromptBatch) -> RolloutBat
 
 
 def measure_rollouts(batch: RolloutBatch) -> dict[str, float]:
-    """The stage's metrics. Tokens, turns and branches are of the trajectories that did not fail; NaN if all did.
+    """The stage's metrics. Answers, turns and branches are of the trajectories that did not fail; NaN if all did.
 
-    A prompt's tokens count once a group. Decoding and environments overlap: their seconds may add up to more than all.
+    A prompt is computed once a group and counts once, whatever became of the group's samples; a refused one has no
+    tokens. Decoding and environments overlap: their seconds may add up to more than all.
     """
     played = [rollout for rollout in batch.rollouts if rollout.status == "ok"]
     answers = [sum(turn.role == "policy" for turn in rollout.turns) for rollout in played]
     branches = [len(rollout.tokens) - rollout.prompt_length for rollout in played]
-    prompts = {rollout.id.group_index: rollout.prompt_length for rollout in played}
+    prompts = {rollout.id.group_index: rollout.prompt_length for rollout in batch.rollouts}
     sampled = sum(_tokens_of(rollout, "policy") for rollout in played)
     return {
         "rollout/trajectories": len(batch.rollouts),

@@ -110,7 +110,8 @@ def test_a_run_of_another_process_is_followed_by_its_files(tmp_path: Path, monke
         for step in range(2):
             MetricsWriter(store, "train").write(step, {"trainer/publish_seconds": 0.1})
             wait_for(partial(is_written, output, f"step {step + 1}/3"))
-        store.local_path(run_layout.metrics("train")).open("ab").write(b'{"torn')
+        with store.local_path(run_layout.metrics("train")).open("ab") as lines:
+            lines.write(b'{"torn')
     assert [line.split("  ")[0] for line in output.getvalue().splitlines()] == ["step 1/3", "step 2/3"]
 
 

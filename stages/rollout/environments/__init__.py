@@ -8,6 +8,7 @@ ENVIRONMENTS: dict[str, EnvironmentKind] = {
         options_model=frozen_lake.FrozenLakeOptions,
         make=frozen_lake.make,
         demonstrate=frozen_lake.demonstrate,
+        scripted=frozen_lake.scripted_success,
     ),
 }
 

@@ -6,7 +6,7 @@ Left out: rendering, observation and action spaces, and rewards in the middle of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -69,15 +69,18 @@ class Environment(Protocol):
 class EnvironmentKind:
     """An environment as recipes name it.
 
-    `make` and `demonstrate` take the options as the recipe has them (`task.options`) or as the checked model, and raise
+    The functions take the options as the recipe has them (`task.options`) or as the checked model, and raise
     UserError for options that `options_model` refuses.
 
     Args:
       options_model: the options, each with its default and description.
       make: options -> an environment, ready for `reset`.
       demonstrate: prompt, options -> the answers of one good episode; None if nobody knows one.
+      scripted: prompts, options -> share of them on which a scripted rule succeeds, one episode each: what a policy has
+        to beat before it can be said to plan. None if there is no such rule.
     """
 
     options_model: type[BaseModel]
     make: Callable[[Mapping[str, Any] | Any], Environment]
     demonstrate: Callable[[Prompt, Mapping[str, Any] | Any], list[str]] | None = None
+    scripted: Callable[[Sequence[Prompt], Mapping[str, Any] | Any], float] | None = None

@@ -1,23 +1,30 @@
 """FrozenLake as a conversation: gymnasium's lake, read and answered in text.
 
-The prompt is the map once, then where the agent stands; every later turn is only where it stands, so an episode stays
-short. Row and column are one digit each, counted from 0:
+The map SFF/FHF/FFG reads, on a grid of names 5 cells wide:
 
-    prompt ^SFF     answer D    environment 10    answer D    environment 20    ...
-           FHF
-           FFG
-           00
+    prompt ^abc     answer D    environment f    answer D    environment k    ...
+           fHh
+           klG
+           a
+
+Every cell that can be stood on is written by a name of its own, one character; holes are H, the goal is G. The prompt
+is the map once, then the name of the agent's cell; every later turn is that name only. Names are laid row by row on a
+grid of `names_grid` x `names_grid`, so that a cell has one name in maps of every size. A name in a turn is the same
+token as in the map: it is learned several times faster than digits for row and column, which have to be counted out.
 
 An answer is a move if it is one of L, D, R, U. Anything else leaves the agent where it is, uses up a move, and is
-answered by '?' before the position. Left out: rendering, reward shaping, demonstrations on a slippery lake.
+answered by '?' before the name. Data sets and payloads keep gymnasium's letters S, F, H, G. Left out: rendering, reward
+shaping, demonstrations on a slippery lake.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import json
+import string
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 import numpy as np
@@ -34,7 +41,11 @@ from stages.rollout.environments.base import Transition
 MOVES = "LDRU"  # index is gymnasium's action
 OFFSETS = {"L": (0, -1), "D": (1, 0), "R": (0, 1), "U": (-1, 0)}
 OPPOSITE = {"L": "R", "R": "L", "U": "D", "D": "U"}
-LARGEST_SIDE = 10  # a coordinate is one digit
+LARGEST_GRID = 9
+# Names of cells: 81 characters, and none of SIGNS, white space, quotes or the backslash, so that an alphabet of them can
+# be written in a recipe.
+NAMES = string.ascii_lowercase + "ABCEIJKMNOPQTVWXYZ" + string.digits + "!#$%&()*+,-./:;<=>@[]_{|}~§"
+SIGNS = "\nGH^LDRU?"  # whatever else prompts, turns and answers are written in
 
 Rows: TypeAlias = tuple[str, ...]
 Cell: TypeAlias = tuple[int, int]
@@ -49,9 +60,37 @@ class FrozenLakeOptions(Section):
     slippery: bool = Field(
         False, description="a move goes to either side of its direction with probability 1/3 each (gymnasium's rule)"
     )
+    names_grid: Annotated[int, Field(ge=2, le=LARGEST_GRID)] = Field(
+        5,
+        description="side of the grid that cells are named on; a larger map is refused. Above 5 the tokenizer needs more "
+        "names than its default alphabet has",
+    )
 
 
 RawOptions: TypeAlias = Mapping[str, Any] | FrozenLakeOptions
+
+
+def alphabet(names_grid: int) -> str:
+    """The `tokenizer.alphabet` that lakes on a grid of this side need: the recipe's default up to 5, longer above.
+
+    >>> alphabet(5)
+    '\\nGH^LDRU?abcdefghijklmnopqrstuvwxyz'
+    """
+    return SIGNS + NAMES[: max(len(string.ascii_lowercase), names_grid**2)]
+
+
+def cell_name(cell: Cell, names_grid: int) -> str:
+    """The name of the cell at (row, column).
+
+    >>> cell_name((1, 2), 5)
+    'h'
+    """
+    return NAMES[cell[0] * names_grid + cell[1]]
+
+
+def named_cell(name: str, names_grid: int) -> Cell:
+    """The (row, column) of the cell called `name`."""
+    return divmod(NAMES.index(name), names_grid)
 
 
 def make(options: RawOptions) -> FrozenLake:
@@ -71,7 +110,7 @@ class FrozenLake:
         self._lake: FrozenLakeEnv | None = None
 
     def reset(self, prompt: Prompt, seed: int) -> str:
-        rows = map_rows(prompt)
+        rows = map_rows(prompt, self._options.names_grid)
         self._lake = _new_lake(rows, self._options.slippery)
         state, _ = self._lake.reset(seed=seed)
         self._position = divmod(state, len(rows[0]))
@@ -79,7 +118,7 @@ class FrozenLake:
         self._optimal_steps = shortest_path_length(rows)
         self._steps = self._invalid_answers = 0
         self._return = 0.0
-        return "^" + "\n".join(rows) + "\n" + _digits(self._position)
+        return "^" + "\n".join(_named_rows(rows, self._options.names_grid)) + "\n" + self._position_name()
 
     def step(self, answer: str) -> Transition:
         if self._lake is None:
@@ -94,7 +133,7 @@ class FrozenLake:
             self._lake = None
             text = ""
         else:
-            text = ("?" if move is None else "") + _digits(self._position)
+            text = ("?" if move is None else "") + self._position_name()
         return Transition(text, reward, terminated, truncated, self._facts())
 
     def close(self) -> None:
@@ -104,6 +143,9 @@ class FrozenLake:
         state, reward, terminated, _, _ = lake.step(MOVES.index(move))
         self._position = divmod(state, lake.ncol)
         return float(reward), bool(terminated)
+
+    def _position_name(self) -> str:
+        return cell_name(self._position, self._options.names_grid)
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -122,11 +164,11 @@ def parse_move(answer: str) -> str | None:
     return stripped if len(stripped) == 1 and stripped in MOVES else None
 
 
-def map_rows(prompt: Prompt) -> Rows:
+def map_rows(prompt: Prompt, names_grid: int) -> Rows:
     """The map of a prompt, from the payload's "map": rows of S, F, H, G, joined by newlines.
 
     Raises:
-      UserError: there is no map, or it is none that this environment plays.
+      UserError: there is no map, or it is none that this environment plays, or it is larger than the grid of names.
     """
     text = prompt.payload.get("map")
     fault = "its payload has no text 'map'" if not isinstance(text, str) else _map_fault(text)
@@ -136,15 +178,29 @@ def map_rows(prompt: Prompt) -> Rows:
             f"{fault}, so FrozenLake cannot play it.",
             "Choose a data set with a text feature 'map', such as frozen_lake_maps, or another task.environment.",
         )
-    return tuple(str(text).split("\n"))
+    rows = tuple(str(text).split("\n"))
+    _refuse_larger(prompt, rows, names_grid)
+    return rows
+
+
+def _refuse_larger(prompt: Prompt, rows: Rows, names_grid: int) -> None:
+    side = max(len(rows), len(rows[0]))
+    if side <= names_grid:
+        return
+    needed = (
+        f"Set task.options.names_grid={side} and tokenizer.alphabet={json.dumps(alphabet(side), ensure_ascii=False)}."
+    )
+    raise UserError(
+        f"prompt {prompt.prompt_id}",
+        f"its map of {len(rows)} x {len(rows[0])} is larger than the {names_grid} x {names_grid} cells that have names.",
+        needed if side <= LARGEST_GRID else f"Leave out maps above {LARGEST_GRID} x {LARGEST_GRID}: names end there.",
+    )
 
 
 def _map_fault(text: str) -> str | None:
     rows = text.split("\n")
     if len({len(row) for row in rows}) != 1:
         return "the rows of its map differ in length"
-    if max(len(rows), len(rows[0])) > LARGEST_SIDE:
-        return f"its map is larger than {LARGEST_SIDE} x {LARGEST_SIDE}"
     if set(text) - set("SFHG\n"):
         return "its map has letters other than S, F, H, G"
     if text.count("S") != 1 or "G" not in text:
@@ -152,8 +208,12 @@ def _map_fault(text: str) -> str | None:
     return None
 
 
-def _digits(position: Cell) -> str:
-    return f"{position[0]}{position[1]}"
+def _named_rows(rows: Rows, names_grid: int) -> list[str]:
+    """The map as a prompt shows it: names for S and F."""
+    return [
+        "".join(letter if letter in "HG" else cell_name((r, c), names_grid) for c, letter in enumerate(row))
+        for r, row in enumerate(rows)
+    ]
 
 
 def _new_lake(rows: Rows, slippery: bool) -> FrozenLakeEnv:
@@ -178,13 +238,14 @@ def demonstrate(prompt: Prompt, options: RawOptions) -> list[str]:
     Raises:
       UserError: the lake is slippery, so no fixed list of moves reaches the goal; or the map has no path.
     """
-    if checked_options(FrozenLakeOptions, options, "task.options").slippery:
+    checked = checked_options(FrozenLakeOptions, options, "task.options")
+    if checked.slippery:
         raise UserError(
             "task.options.slippery=true",
             "a demonstration is a fixed list of moves, and slips would carry it off its path.",
             "Use slippery=false, or warm_start.steps=0.",
         )
-    rows = map_rows(prompt)
+    rows = map_rows(prompt, checked.names_grid)
     if shortest_path_length(rows) is None:
         raise UserError(f"prompt {prompt.prompt_id}", "its map has no path to the goal.", "Leave such maps out.")
     bits = np.random.PCG64(seed_int("demonstration", prompt.prompt_id))
@@ -192,10 +253,10 @@ def demonstrate(prompt: Prompt, options: RawOptions) -> list[str]:
 
 
 def scripted_rule(rows: Rows, row: int, col: int, moves: Sequence[str]) -> str:
-    """The next move of a player who does not plan; a policy that scores no better has not been shown to plan.
+    """The next move by common sense alone; a policy that scores no better has not been shown to plan.
 
-    The first of down, right, up, left that neither leaves the map, nor enters a hole, nor undoes the last move; if
-    there is none, the last move is undone. It takes for granted that the goal is to the lower right.
+    Never into a hole, down if possible, else right, else up, else left, and not straight back unless nothing else is
+    left. It looks one cell ahead, and takes for granted that the goal is to the lower right.
 
     Args:
       rows: the map.
@@ -212,18 +273,19 @@ def scripted_rule(rows: Rows, row: int, col: int, moves: Sequence[str]) -> str:
     return back or "D"
 
 
-def scripted_success(prompts: Iterable[Prompt], options: RawOptions) -> float:
+def scripted_success(prompts: Sequence[Prompt], options: RawOptions) -> float:
     """Share of `prompts` on which `scripted_rule` reaches the goal, one episode each; NaN without prompts."""
     successes = [_scripted_episode(prompt, options) for prompt in prompts]
     return sum(successes) / len(successes) if successes else float("nan")
 
 
 def _scripted_episode(prompt: Prompt, options: RawOptions) -> bool:
-    environment, rows = make(options), map_rows(prompt)
+    checked = checked_options(FrozenLakeOptions, options, "task.options")
+    environment, rows = make(checked), map_rows(prompt, checked.names_grid)
     moves: list[str] = []
     text = environment.reset(prompt, seed_int("scripted", prompt.prompt_id))
     while True:
-        moves.append(scripted_rule(rows, int(text[-2]), int(text[-1]), moves))
+        moves.append(scripted_rule(rows, *named_cell(text[-1], checked.names_grid), moves))
         transition = environment.step(moves[-1])
         if transition.over:
             return bool(transition.facts["success"])

@@ -1,0 +1,35 @@
+"""What all tests share: compiled programs, kept from one test run to the next.
+
+Most of the time of these tests is XLA's. A kept program is found again only for the same source, flags and versions of
+JAX and XLA; here also only on the same kind of processor. One that a kill has torn is compiled again, with a warning of
+JAX's. `make clean` removes them all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+
+import pytest
+
+PROCESSOR_FACTS = ("model name", "flags", "Features")  # in /proc/cpuinfo, of x86 and of ARM
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tells JAX where, before anything imports it. By environment, so that processes which tests start share it."""
+    cache = getattr(config, "cache", None)
+    if cache is not None:  # it is, with -p no:cacheprovider
+        folder = cache.mkdir(f"jax-{_processor()}")
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+
+
+def _processor() -> str:
+    """A name for this kind of processor: machine code for another may not run here, or give other bits."""
+    facts = {platform.machine(), platform.processor()}
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        facts |= {line for line in cpuinfo.read_text().splitlines() if line.startswith(PROCESSOR_FACTS)}
+    return hashlib.sha256("\n".join(sorted(facts)).encode()).hexdigest()[:12]
