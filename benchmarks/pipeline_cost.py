@@ -3,8 +3,8 @@
     python -m benchmarks.pipeline_cost [--recipe recipes/frozen_lake.toml] [--steps 20] [--rounds 5]
 
 Both sides sample, score, group, pack, commit shards, train, checkpoint and publish, into run directories of their own,
-with everything compiled before. They take turns, so that what else the machine does hits both alike. Printed: seconds of
-each round, and the ratio of the medians (stages / bare loop).
+with everything compiled before. They take turns, so that what else the machine does hits both alike. Printed: seconds
+of each round, and the ratio of the medians (stages / bare loop).
 
 The bare loop writes neither the stages' metrics nor Beam's counters: these count as the pipeline's own cost.
 """

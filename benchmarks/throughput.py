@@ -44,7 +44,9 @@ def main() -> None:
         "rollout seconds a step": f"{_median(rollout, half, 'rollout/seconds'):.3f}",
         "sampled tokens a step": f"{sampled:.0f}",
         "sampled tokens/s": f"{_median(rollout, half, 'rollout/sampled_tokens_per_second'):.0f}",
-        "trajectory tokens/s (sampled and environment)": f"{(sampled + environment) / _total_seconds(rollout, half):.0f}",
+        "trajectory tokens/s (sampled and environment)": (
+            f"{(sampled + environment) / _total_seconds(rollout, half):.0f}"
+        ),
         "update seconds a step": f"{_median(train, half, 'trainer/update_seconds'):.3f}",
         "trained tokens/s": f"{_median(train, half, 'trainer/trained_tokens_per_second'):.0f}",
         "publish seconds a step": f"{_median(train, half, 'trainer/publish_seconds'):.3f}",

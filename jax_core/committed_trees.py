@@ -119,6 +119,9 @@ def _check_storable(named: list[tuple[LeafPath, np.ndarray]]) -> None:
 
 FILES = "FILES.json"  # digests of a tree's files, beside them
 
+# What a tree takes on disk besides its arrays, at most: Orbax's indices and descriptions.
+_OVERHEAD_BYTES, _OVERHEAD_BYTES_A_LEAF = 8192, 1024
+
 
 class _OrbaxChatter(logging.Filter):
     """Drops what Orbax logs about an ordinary save, and its copies of exceptions that it raises to us as well."""
@@ -153,6 +156,7 @@ def _save_tree(folder: Path, tree: NestedDict) -> None:
     try:
         folder.mkdir(parents=True)
         if tree:
+            _require_space(folder, tree)
             handler = _orbax()
             handler.save(folder, args=ocp.args.PyTreeSave(tree))
             handler.finalize(folder)
@@ -163,6 +167,26 @@ def _save_tree(folder: Path, tree: NestedDict) -> None:
             reason = f"could not be written ({os.strerror(_errno(error))})."
             raise UserError(str(folder.parent), reason, "Free space or mend permissions, then start again.") from error
         raise
+
+
+def _require_space(folder: Path, tree: NestedDict) -> None:
+    """Asks the system for the room that the tree will take, and gives it back.
+
+    Orbax writes from many threads. Once one of them has failed for want of space the others go on for a while, make
+    files in a folder that is being removed, and each complains on stderr.
+    """
+    leaves = jax.tree.leaves(tree)
+    size = sum(leaf.nbytes for leaf in leaves) + _OVERHEAD_BYTES + _OVERHEAD_BYTES_A_LEAF * len(leaves)
+    probe = folder / "room"
+    descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+    try:
+        if hasattr(os, "posix_fallocate"):  # macOS has none
+            os.posix_fallocate(descriptor, 0, size)
+        elif shutil.disk_usage(folder).free < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    finally:
+        os.close(descriptor)
+        probe.unlink()
 
 
 def _restore_tree(folder: Path) -> NestedDict:

@@ -337,10 +337,9 @@ def chunks(length: int, most: int) -> list[range]:
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def training_sampling(recipe: Recipe) -> SamplingRecord:
-    """The distribution that the recipe trains with."""
-    section = recipe.sampling
-    return SamplingRecord(section.temperature, section.top_k, section.top_p, section.min_p)
+def evaluation_sampling(recipe: Recipe) -> SamplingRecord:
+    """The distribution that the recipe judges policies by."""
+    return SamplingRecord(recipe.evaluation.temperature)
 
 
 def describe_sampling(sampling: SamplingRecord) -> str:
@@ -390,7 +389,7 @@ def evaluate_run(
     version = newest_version(shared) if version is None else version
     params, digest = shared.policies.load(version), shared.policies.commit(version).digest
     split = split or recipe.data.test_split
-    sampling = sampling or training_sampling(recipe)
+    sampling = sampling or evaluation_sampling(recipe)
     most_prompts = recipe.evaluation.test_prompts if most_prompts is None else most_prompts
     ways = [
         (describe_sampling(sampling), samples or recipe.evaluation.samples, False),
@@ -417,7 +416,7 @@ def newest_version(shared: Runtime) -> int:
 
 
 class LearningCurve:
-    """Points of the learning curve: success on validation prompts, sampled as in training, one sample a prompt.
+    """Points of the learning curve: success on validation prompts, sampled at the recipe's evaluation temperature, one sample a prompt.
 
     Give `first` to a run's after_warm_start and `each` to its after_step. Points go to the metrics of "evaluate", where
     the step is the policy version; a resumed run adds those that are missing.
@@ -450,7 +449,7 @@ class LearningCurve:
                 self._recipe.data.validation_split,
                 most_prompts=self._recipe.evaluation.curve_prompts,
                 samples=1,
-                sampling=training_sampling(self._recipe),
+                sampling=evaluation_sampling(self._recipe),
             )
         outcomes = self._player.play(shared.policy_cache.get(version), version)
         values = {
@@ -505,7 +504,7 @@ def run_results(shared: Runtime) -> RunResults:
         split,
         most_prompts=recipe.evaluation.test_prompts,
         samples=recipe.evaluation.samples,
-        sampling=training_sampling(recipe),
+        sampling=evaluation_sampling(recipe),
     )
     newest = newest_version(shared)
     weights: list[tuple[str, int, Params]] = [("random weights", 0, random_params(shared))]

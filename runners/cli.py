@@ -263,7 +263,7 @@ def evaluate(
 def _sampling(recipe: Recipe, temperature: float | None, top_k: int, top_p: float) -> SamplingRecord:
     from schemas.records import SamplingRecord
 
-    return SamplingRecord(recipe.sampling.temperature if temperature is None else temperature, top_k, top_p)
+    return SamplingRecord(recipe.evaluation.temperature if temperature is None else temperature, top_k, top_p)
 
 
 # replay ------------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from schemas.metrics import MetricEvent, read_metrics
 from schemas.recipe import Recipe
 from schemas.recipe_io import recipe_from_json
 from schemas.store import RunStore
+from schemas.trajectory_columns import SCHEMA_VERSION
 
 Record = TypeVar("Record", bound=StoredRecord)
 
@@ -266,7 +267,7 @@ def _shard_report(key: str, manifest: ShardManifest, state: str, use: str) -> Sh
 
 
 def shard_state(store: RunStore, manifest: ShardManifest) -> str:
-    """ "whole", or what is wrong with the shard's file by its size and digest."""
+    """ "whole", or what is wrong with the shard's file by its size, digest and version."""
     try:
         data = store.get(manifest.key)
     except FileNotFoundError:
@@ -277,6 +278,8 @@ def shard_state(store: RunStore, manifest: ShardManifest) -> str:
         return f"damaged: {len(data):,} of {manifest.bytes:,} bytes"
     if hashlib.sha256(data).hexdigest() != manifest.sha256:
         return "damaged: not the bytes that were committed"
+    if manifest.version > SCHEMA_VERSION:
+        return f"too new: of version {manifest.version}, and this program reads up to version {SCHEMA_VERSION}"
     return "whole"
 
 

@@ -66,7 +66,11 @@ class TokenizerSection(Section):
     """One token a character of `alphabet`, after the special tokens <pad> and <eos>."""
 
     kind: Literal["character"] = Field("character", description="the tokenizer's kind")
-    alphabet: str = Field("\nGH^LDRU?" + string.ascii_lowercase, min_length=1, description="the characters, each once")
+    alphabet: str = Field(
+        "\n*^LDRU?" + string.ascii_lowercase + "ⓐⓑⓒⓓⓔⓕⓖⓗⓘⓙⓚⓛⓜⓝⓞⓟⓠⓡⓢⓣⓤⓥⓦⓧⓨⓩ",
+        min_length=1,
+        description="the characters, each once",
+    )
 
     @model_validator(mode="after")
     def _no_character_twice(self) -> TokenizerSection:
@@ -128,7 +132,7 @@ class RolloutSection(Section):
     cohorts: Positive = Field(
         2, description="halves of an element that take turns: one decodes while the other's environments step"
     )
-    prompt_tokens: Positive = Field(32, description="longest prompt; a longer one is refused, counted and never cut")
+    prompt_tokens: Positive = Field(33, description="longest prompt; a longer one is refused, counted and never cut")
     branch_tokens: Positive = Field(
         48, description="most tokens after the prompt, answers and environment text together"
     )
@@ -224,6 +228,9 @@ class EvaluationSection(Section):
     """Success on prompts that are never trained on."""
 
     every: NonNegative = Field(25, description="steps between points of the learning curve (validation split); 0: none")
+    temperature: PositiveFloat = Field(
+        1.0, description="divides the logits in evaluation, whatever training sampled with"
+    )
     curve_prompts: Positive = Field(64, description="validation prompts of one point of the curve, one sample each")
     test_prompts: Positive = Field(300, description="test prompts of the result at the end")
     samples: Positive = Field(4, description="samples a test prompt, for pass@k")

@@ -6,7 +6,7 @@ trajectories/step-00000042/0000-<sha256>.arrow        data, complete under its d
 trajectories/manifests/step-00000042/0000.json        the commit of a shard; first writer wins
 steps/00000042.json                           the frozen list of the shards that step 42 trains on
 policies/00000042/<digest>/...                weights (Orbax), under the digest of their content
-policies/00000042/COMMIT.json                 created last, it makes the version exist; stays when the weights are pruned
+policies/00000042/COMMIT.json                 last: makes the version exist; stays when the weights are pruned
 trainer/00000042/<digest>/...                 optimizer state (Orbax)
 trainer/00000042/COMMIT.json                  as for policies
 metrics/<stage>.jsonl                         append-only, one line an event

@@ -4,8 +4,8 @@
     answers = session.answer({row: environment_tokens, ...})     # once a turn
 
 All rows of a session take their turns together. A row that is left out of a call is retired: its slot is computed on
-until enough slots are free that the session moves the others together into half the space. When this happens depends
-on the rows alone, never on time, so a session always gives the same bits.
+until so many slots are free that the session moves the others together into a quarter of the space. When this happens
+depends on the rows alone, never on time, so a session always gives the same bits.
 
 Left out: rows that join a running session, paged caches, several devices.
 """
@@ -31,7 +31,8 @@ from jax_core.tokenizers import CharacterTokenizer
 from schemas.records import SamplingRecord
 
 _FIRST_COLUMNS = 32
-_FEWEST_SLOTS = 16
+_FEWEST_SLOTS = 32
+_SHRINK = 4  # slots are given up in such steps: each new number of slots is compiled once, for seconds
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,8 @@ class Session:
         if self._alive.sum() != len(going_on):
             raise ValueError("a retired or unknown row was named; rows that sit out a turn are retired for good")
         slots = len(self._rows)
-        while slots // 2 >= max(len(going_on), _FEWEST_SLOTS):
-            slots //= 2
+        while slots // _SHRINK >= max(len(going_on), _FEWEST_SLOTS):
+            slots //= _SHRINK
         if slots < len(self._rows):
             self._move_together(slots)
 
@@ -213,8 +214,8 @@ class Session:
 
 
 def _round_up(width: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: few shapes to compile, little padding."""
-    size = 1
+    """The next of 2, 3, 4, 6, 8, 12, 16, 24, ...: few shapes to compile, little padding."""
+    size = 2
     while size < width:
         size = size + 1 if size < 4 else size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
     return size

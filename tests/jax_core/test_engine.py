@@ -79,12 +79,12 @@ def test_a_run_repeats_bit_for_bit_and_samples_of_a_group_differ():
 
 
 def test_retiring_rows_changes_no_other_row():
-    """64 rows, of which ever fewer stay, so that they are moved together twice."""
+    """512 rows, of which ever fewer stay, so that they are moved together twice."""
     stays = lambda row, turn: NOTHING if turn < 6 and row % 2**turn == 0 else None
     everyone = lambda row, turn: NOTHING if turn < 6 else None
-    few = converse(engine(), params(), PROMPTS[:2], 32, seeds(64), stays)
-    all_rows = converse(engine(), params(), PROMPTS[:2], 32, seeds(64), everyone)
-    for row in range(64):
+    few = converse(engine(), params(), PROMPTS[:2], 256, seeds(512), stays)
+    all_rows = converse(engine(), params(), PROMPTS[:2], 256, seeds(512), everyone)
+    for row in range(512):
         n = len(few[row][0])
         assert few[row][0] == all_rows[row][0][:n]
         np.testing.assert_allclose(few[row][2], all_rows[row][2][:n], atol=1e-5)

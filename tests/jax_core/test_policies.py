@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import shutil
 import signal
 import subprocess
@@ -328,6 +329,24 @@ def test_a_killed_save_of_the_trainer_state_is_whole_or_not_there_and_can_be_rep
     assert_same_bits(states.load(1, like=version_one()), version_one())
 
 
+@pytest.mark.parametrize("point", KILLS)
+def test_a_sweep_removes_what_a_kill_left_and_nothing_that_was_committed(killed_runs, tmp_path, point):
+    shutil.copytree(killed_runs[point], tmp_path / "run")
+    store = RunStore.open(tmp_path / "run")
+    policies, states = PolicyStore(store), TrainerStore(store)
+    # As two more kills would have: in the middle of a pruning, and of a write whose version was then committed.
+    for hidden in (f"{run_layout.policy(0)}/.pruned-1/weights", f"{run_layout.trainer_state(0)}/.writing-2/state"):
+        store.put(hidden, b"half a file")
+    committed = policies.versions(), states.newest_at_most(9)
+    policies.sweep()
+    states.sweep()
+    assert (policies.versions(), states.newest_at_most(9)) == committed
+    for version in [*(store.root / "policies").iterdir(), *(store.root / "trainer").iterdir()]:
+        digest = json.loads((version / "COMMIT.json").read_bytes())["digest"]
+        assert {path.name for path in version.iterdir()} == {"COMMIT.json", digest}
+    assert_same_bits(policies.load(0), version_one(0))
+
+
 def test_a_damaged_leftover_is_not_adopted(killed_runs, tmp_path):
     shutil.copytree(killed_runs["policy-before-commit"], tmp_path / "run")
     store = RunStore.open(tmp_path / "run")
@@ -435,18 +454,20 @@ from schemas.errors import DamagedDataError, UserError
 from schemas.store import RunStore
 store = RunStore.open(sys.argv[1])
 policies = PolicyStore(store)
-params = {"w": np.random.default_rng(0).normal(size=(100, 400)).astype(np.float32)}
+params = {f"w{i}": np.random.default_rng(i).normal(size=(50, 20)).astype(np.float32) for i in range(40)}
 policies.publish(0, params, source="random")
-assert policies.load(0)["w"].tobytes() == params["w"].tobytes()
+assert policies.load(0)["w7"].tobytes() == params["w7"].tobytes()
 unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, unlimited[1]))
-try:
-    policies.publish(1, {"w": params["w"] + 1}, source="step")
-except UserError as error:
-    assert "policies/00000001" in str(error) and "could not be written" in str(error), error
-else:
-    raise AssertionError("the disk was not full")
-resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+for limit in (100, 60_000):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
+    try:
+        policies.publish(1, params, source="step")
+    except UserError as error:
+        assert "policies/00000001" in str(error) and "could not be written" in str(error), error
+    else:
+        raise AssertionError("the disk was not full")
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert not list((store.root / "policies/00000001").iterdir())
 assert policies.versions() == [0] and not any(key.startswith("policies/00000001") for key in store.list())
 policies.publish(1, params, source="step")
 largest = max((store.root / "policies/00000001").rglob("*"), key=lambda path: path.stat().st_size)

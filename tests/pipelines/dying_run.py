@@ -2,9 +2,9 @@
 
     python -m tests.pipelines.dying_run RECIPE.json RUN [N]
 
-It starts the run, or resumes it where there is one, and says "ready" right before. With N it sends itself SIGKILL before
-the N-th change that it would make to a file of the run (opening one to write, linking, renaming, removing, making a
-folder). At the end it says how many there were.
+It starts the run, or resumes it where there is one, and says "ready" right before. With N it sends itself SIGKILL
+before the N-th change that it would make to a file of the run (opening one to write, linking, renaming, removing,
+making a folder). At the end it says how many there were.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ def main(recipe: str, location: str, last: str | None = None) -> None:
     changes = Changes(Path(location), int(last) if last else None)
     sys.addaudithook(changes)
     print("ready", flush=True)
-    colocated.run(
-        recipe_from_json(Path(recipe).read_bytes(), recipe), location, resume=Path(location, CONFIG).exists()
-    )
+    colocated.run(recipe_from_json(Path(recipe).read_bytes(), recipe), location, resume=Path(location, CONFIG).exists())
     print(changes.seen, flush=True)
 
 

@@ -20,6 +20,7 @@ from pipelines.evaluate import (
     clustered_interval,
     evaluate_run,
     evaluation_recipe,
+    evaluation_sampling,
     evenly_spread,
     is_curve_point,
     open_run,
@@ -29,7 +30,6 @@ from pipelines.evaluate import (
     run_results,
     summarize,
     summarize_by_stratum,
-    training_sampling,
     wilson_interval,
 )
 from schemas.errors import UserError
@@ -37,6 +37,7 @@ from schemas.metrics import read_metrics
 from schemas.recipe_io import recipe_to_json
 from schemas.records import Prompt, SamplingRecord
 from schemas.store import RunStore
+from stages.rollout.environments import ENVIRONMENTS
 from stages.runtime import Runtime
 from stages.warm_start import random_params
 from tests.pipelines.tiny_runs import begin, share_parts, tiny_recipe
@@ -221,7 +222,7 @@ def data_folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def test_an_episode_does_not_depend_on_what_is_played_beside_it(
     shared: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    player = Player(shared, "test", most_prompts=None, samples=2, sampling=training_sampling(RECIPE))
+    player = Player(shared, "test", most_prompts=None, samples=2, sampling=evaluation_sampling(RECIPE))
     together = player.play(random_params(shared), 0)
     monkeypatch.setattr(evaluate, "ROWS_IN_FLIGHT", 2)
     one_by_one = player.play(random_params(shared), 0)
@@ -247,9 +248,16 @@ def test_the_results_of_a_run_show_its_random_weights_and_the_scripted_rule(shar
     # Without a warm start version 0 *is* the random weights, and nothing was trained yet.
     assert [result.label for result in results] == ["random weights", "scripted rule"]
     assert results[0].digest == shared.policies.commit(0).digest
-    prompts = Player(shared, "test", most_prompts=None, samples=1, sampling=training_sampling(RECIPE)).prompts
+    prompts = Player(shared, "test", most_prompts=None, samples=1, sampling=evaluation_sampling(RECIPE)).prompts
     scripted = play_scripted(RECIPE, prompts)
     assert scripted is not None and results[1].total == summarize(scripted)
+
+
+def test_an_environment_without_a_scripted_rule_has_no_scripted_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    lake = Prompt("p", "frozen_lake", {"map": "SF\nFG"})
+    assert [o.successes for o in play_scripted(RECIPE, [lake]) or []] == [1]
+    monkeypatch.setitem(ENVIRONMENTS, "frozen_lake", replace(ENVIRONMENTS["frozen_lake"], scripted=None))
+    assert play_scripted(RECIPE, [lake]) is None
 
 
 def test_the_learning_curve_measures_each_due_version_once(shared: Runtime) -> None:
@@ -259,6 +267,14 @@ def test_the_learning_curve_measures_each_due_version_once(shared: Runtime) -> N
     assert [(event.step, event.values["evaluate/prompts"]) for event in first] == [(0, 3.0)]
     LearningCurve(shared.run, RECIPE).first(commit)  # a resumed run
     assert read_metrics(shared.store, "evaluate") == first
+
+
+def test_a_resumed_run_adds_the_point_that_a_kill_took(shared: Runtime) -> None:
+    weights = random_params(shared)
+    for version in (1, 2):  # killed between the publishing of version 2, which is due, and its evaluation
+        shared.policies.publish(version, weights, source="step")
+    LearningCurve(shared.run, RECIPE).first(shared.policies.commit(0))
+    assert [event.step for event in read_metrics(shared.store, "evaluate")] == [0, 2]
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

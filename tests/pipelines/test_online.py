@@ -40,6 +40,7 @@ from tests.pipelines.tiny_runs import (
 )
 
 RECIPE = tiny_recipe()
+STAGES = ("prompts", "rollout", "reward", "group", "pack", "shards")  # which record every element
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +106,14 @@ def test_a_run_that_is_killed_and_resumed_ends_as_if_it_had_not_been(
     colocated.run(RECIPE, tmp_path, resume=True)
     assert outcome(tmp_path) == reference
     assert not quarantined(tmp_path)
-    assert [event.step for event in read_metrics(RunStore.open(tmp_path), "train")] == list(range(STEPS))
+    recorded = [(e.stage, e.step, e.labels.get("element")) for e in read_metrics(RunStore.open(tmp_path))]
+    assert sorted(recorded, key=str) == sorted(
+        [
+            *(("train", step, None) for step in range(STEPS)),
+            *((stage, step, element) for stage in STAGES for step in range(STEPS) for element in range(ELEMENTS)),
+        ],
+        key=str,
+    )
 
 
 def test_a_run_that_is_killed_at_every_step_ends_all_the_same(

@@ -8,7 +8,7 @@ import pytest
 
 from jax_core.policies import PolicyStore
 from pipelines.evaluate import open_run
-from pipelines.replay import REPLAY, ReplayedStep, changed_recipe, replay
+from pipelines.replay import ReplayedStep, changed_recipe, replay
 from runners import colocated
 from schemas import run_layout
 from schemas.errors import DamagedDataError, UserError
@@ -160,7 +160,7 @@ def test_kept_weights_and_metrics_are_a_run_directory_of_their_own(shared: Runti
     assert [kept.commit(v).digest for v in range(1, STEPS + 1)] == [step.digest for step in result.steps]
     assert open_run(tmp_path / "to").recipe == recipe
     assert [event.step for event in read_metrics(to, "train")] == list(range(STEPS))
-    assert to.exists(REPLAY)
+    assert to.exists(run_layout.REPLAY)
 
 
 def test_an_occupied_directory_is_not_written_to(shared: Runtime) -> None:

@@ -36,6 +36,9 @@ ELEMENTS = 2  # elements of a step
 def tiny_recipe(**sections: dict[str, Any]) -> Recipe:
     """4 prompts x 4 samples, 4 steps, with `sections` laid over: tiny_recipe(rollout={"max_lag": 1})."""
     settings: dict[str, dict[str, Any]] = {
+        # Few names and so few tokens: even random weights come to a goal now and then, and there is something to learn.
+        "tokenizer": {"alphabet": "\nGH^LDRU?abcdefghi"},
+        "task": {"options": {"names_grid": 3}},
         "model": {"layers": 2, "width": 16, "heads": 2, "kv_heads": 2, "head_width": 8, "mlp_width": 32},
         "data": {
             "options": {

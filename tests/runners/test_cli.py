@@ -16,11 +16,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from pipelines.evaluate import RESULTS
 from runners.cli import app
-from runners.curve import CURVE
 from runners.report import print_error, user_error_behind
 from schemas.errors import DamagedDataError, UserError
+from schemas.run_layout import CURVE, RESULTS
 from stages.prompts.datasets import DATA_VARIABLE
 from stages.runtime import release
 from tests.pipelines.tiny_runs import copied, share_parts
@@ -31,6 +30,10 @@ COMMANDS = ("run", "evaluate", "replay", "inspect")
 RECIPE = """
 name = "tiny"
 seed = 1
+[tokenizer]
+alphabet = "\\nGH^LDRU?abcdefghi"
+[task.options]
+names_grid = 3
 [model]
 layers = 2
 width = 16

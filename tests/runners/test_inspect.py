@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console, RenderableType
 
-from runners.inspect import REPLAY, SERIES, Inspection, StageReport, inspect_run, merge_values, render, series_of
+from runners.inspect import SERIES, Inspection, StageReport, inspect_run, merge_values, render, series_of
 from runners.inspect_trajectory import inspect_trajectory, parse_path, render_trajectory, training_of
 from schemas import run_layout
 from schemas.errors import DamagedDataError, UserError
@@ -133,7 +133,9 @@ def test_a_replays_directory_says_so_and_misses_nothing(tmp_path: Path, store: R
     for folder in ("trajectories", "steps", "metrics"):
         for key in store.list(folder):
             store.delete(key)
-    store.put(REPLAY, json.dumps({"run": "runs/a", "changes": ["algorithm.advantage: grpo -> rloo"]}).encode())
+    store.put(
+        run_layout.REPLAY, json.dumps({"run": "runs/a", "changes": ["algorithm.advantage: grpo -> rloo"]}).encode()
+    )
     inspection = inspect_run(store)
     assert inspection.problems == ()
     assert "replay of runs/a: algorithm.advantage: grpo -> rloo" in shown(render(inspection))
@@ -152,10 +154,16 @@ def shard_key(store: RunStore) -> str:
     return manifest_of(store, 1).key
 
 
+def make_newer(store: RunStore) -> None:
+    newer = manifest_of(store, 1).model_copy(update={"version": 2})
+    store.put(run_layout.manifest(1, 0), newer.to_json())
+
+
 DAMAGES: list[tuple[str, Callable[[RunStore], None], str]] = [
     ("a bit of a shard", lambda s: flip(s, shard_key(s)), "damaged: not the bytes that were committed"),
     ("half of a shard", lambda s: s.put(shard_key(s), s.get(shard_key(s))[:100]), "damaged: 100 of"),
     ("a shard", lambda s: s.delete(shard_key(s)), "missing"),
+    ("a program's age", make_newer, "too new: of version 2, and this program reads up to version 1"),
     (
         "a manifest's bytes",
         lambda s: s.put(run_layout.manifest(1, 0), b'{"schema'),

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from schemas.errors import DamagedDataError, UserError
 from schemas.recipe import Recipe
-from schemas.recipe_io import differences, load_recipe, recipe_from_json, recipe_to_json
+from schemas.recipe_io import differences, load_recipe, recipe_from_json, recipe_to_json, with_overrides
 
 Write = Callable[[str], Path]
 
@@ -224,6 +225,32 @@ def test_all_problems_are_said_at_once_each_under_its_path(write: Write) -> None
     ]
 
 
+CONFLICTS = ["trainer.row_tokens=8", "sampling.answer_tokens=200", "rollout.samples_per_prompt=1"]
+
+
+def test_all_settings_that_do_not_go_together_are_said_at_once(write: Write) -> None:
+    lines = refusal(write('name = "lake"'), *CONFLICTS).splitlines()
+    assert lines[0].endswith("lake.toml: has 3 problems:")
+    assert [line.split("=")[0].strip() for line in lines[1:]] == [
+        "the recipe: trainer.row_tokens",
+        "the recipe: sampling.answer_tokens",
+        "the recipe: rollout.samples_per_prompt",
+    ]
+
+
+def test_settings_that_do_not_go_together_are_said_beside_one_that_is_wrong_in_kind(write: Write) -> None:
+    """The conflict that speaks of the wrong one is passed over, and only that one."""
+    said = refusal(write('name = "lake"'), *CONFLICTS[1:], 'trainer.row_tokens="8"')
+    assert "has 3 problems" in said and "should be a valid integer" in said
+    assert "would fit no training row" not in said
+    assert "may not outgrow its episode" in said and "a group of one has no baseline" in said
+
+
+def test_a_recipe_made_in_python_is_told_all_its_conflicts_too() -> None:
+    with pytest.raises(ValidationError, match=r"(?s)would fit no training row.*may not outgrow its episode"):
+        Recipe.model_validate({"name": "lake", "trainer": {"row_tokens": 8}, "sampling": {"answer_tokens": 200}})
+
+
 def test_a_rule_is_not_said_to_be_broken_by_a_default_that_nobody_asked_for(write: Write) -> None:
     """row_tokens is wrong in kind; that its default would be too short for these branches is not the user's problem."""
     said = refusal(write('name = "lake"\n[trainer]\nrow_tokens = "512"\n[rollout]\nbranch_tokens = 512\n'))
@@ -245,6 +272,36 @@ def test_a_stored_recipe_that_is_torn_or_strange_is_refused_by_name() -> None:
     for strange in (b"[]", b"\xff", data.replace(b'"steps"', b'"stepz"')):
         with pytest.raises(DamagedDataError, match=r"^run/config\.json: ?"):
             recipe_from_json(strange, "run/config.json")
+
+
+# Overrides of a recipe that is there already ----------------------------------------------------------------------
+
+
+def test_overrides_of_a_recipe_are_read_as_those_of_its_file(write: Write) -> None:
+    path, overrides = write('name = "lake"\n[data.options]\nsizes = [3]\n'), ["trainer.steps=5", "data.options.seed=4"]
+    assert with_overrides(load_recipe(path), overrides) == load_recipe(path, overrides)
+
+
+def test_a_recipe_with_overrides_leaves_the_first_one_as_it_was(write: Write) -> None:
+    recipe = load_recipe(write('name = "lake"\n[data.options]\nsizes = [3]\n'))
+    with_overrides(recipe, ["data.options.sizes=[4]"])
+    assert recipe.data.options == {"sizes": [3]}
+    assert with_overrides(recipe, []) == recipe
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["trainer.step=3"], "the changed recipe: trainer.step: is no key of a recipe. Did you mean trainer.steps?"),
+        (["seed"], "seed: is not an override."),
+        (["seed.x=1"], "seed is a value, not a section"),
+        (CONFLICTS, "the changed recipe: has 3 problems"),
+    ],
+)
+def test_overrides_that_a_recipe_cannot_take_are_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        with_overrides(Recipe(name="lake"), overrides)
+    assert said in str(caught.value) and not isinstance(caught.value, DamagedDataError)
 
 
 # Differences ------------------------------------------------------------------------------------------------------

@@ -185,6 +185,42 @@ def test_what_a_killed_writer_left_is_neither_listed_nor_in_the_way(local: RunSt
     assert local.get("a/k") == b"whole"
 
 
+def test_what_a_killed_writer_left_can_be_swept_away(local: RunStore, tmp_path: Path) -> None:
+    local.put("a/k", b"1")
+    for staged in ("a/k#123456", "top#7"):
+        (tmp_path / "run" / staged).write_bytes(b"hal")
+    local.sweep_staged()
+    assert everything_under(tmp_path / "run") == ["a/k"]
+
+
+HOLDING = """
+import sys
+from schemas.store import RunStore
+with RunStore.open(sys.argv[1]).held("config"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_key_is_held_by_one_process_until_it_lets_go_or_dies(local: RunStore, tmp_path: Path) -> None:
+    local.put("config", b"1")
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDING, local.location],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    ) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match="another process is at work on it"), local.held("config"):
+            raise AssertionError("two hold it")
+        assert local.get("config") == b"1", "readers do not ask"
+        holder.kill()
+    for _ in range(2):
+        with local.held("config"):
+            pass
+
+
 def test_a_written_key_leaves_no_staged_file(local: RunStore, tmp_path: Path) -> None:
     local.put_new("a/k", b"1")
     local.put_new("a/k", b"2")

@@ -263,9 +263,24 @@ def test_a_plan_that_breaks_a_law_is_refused(packed: PackedBatch, places: Any, c
     assert words in error.reason
 
 
-def test_a_trajectory_need_not_be_placed(packed: PackedBatch) -> None:
-    nowhere = Placement(-1, -1)
-    validate(encode(replace(packed, placements=((nowhere, nowhere), (nowhere, nowhere)), rows=0)))
+NOWHERE = Placement(-1, -1)
+
+
+def test_a_trajectory_with_sampled_tokens_is_placed_or_its_training_data_would_be_lost(packed: PackedBatch) -> None:
+    placements = ((packed.placements[0][0], NOWHERE), packed.placements[1])
+    error = refusal(encode(replace(packed, placements=placements)))
+    assert (error.group, error.row, error.column, error.value) == (3, 1, "pack_row", -1)
+    assert "with sampled tokens lies in a pack row" in error.reason
+
+
+def test_a_trajectory_without_sampled_tokens_need_not_be_placed(packed_of: Callable[..., PackedBatch]) -> None:
+    silent = packed_of(
+        loss_mask=np.zeros(7, bool),
+        sampler_logprobs=np.zeros(7, np.float32),
+        versions=(),
+        turns=(Turn("prompt", 0, 2, 0.0), Turn("environment", 2, 7, 0.5)),
+    )
+    validate(encode(replace(silent, placements=((NOWHERE, Placement(0, 0)), silent.placements[1]))))
 
 
 def test_a_branch_ends_with_its_last_sampled_token(packed_of: Callable[..., PackedBatch]) -> None:

@@ -1,18 +1,28 @@
 """FrozenLake as a conversation: what the policy reads, what its answers do, and who plays well without learning."""
 
 import collections
+import itertools
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
+from jax_core.tokenizers import make_tokenizer
 from schemas.errors import UserError
+from schemas.recipe import RolloutSection, TokenizerSection, TrainerSection
 from schemas.records import Prompt
 from stages.prompts.frozen_lake_maps import FrozenLakeMapOptions, train_maps
 from stages.rollout.environments import ENVIRONMENTS
 from stages.rollout.environments.frozen_lake import (
+    LARGEST_GRID,
+    NAMES,
+    SIGNS,
+    alphabet,
+    cell_name,
     demonstrate,
     make,
+    named_cell,
     parse_move,
     scripted_rule,
     scripted_success,
@@ -40,12 +50,12 @@ def play(text, answers, *, seed=0, **options):
 
 
 def test_the_prompt_is_the_map_and_where_the_agent_stands():
-    assert make({}).reset(prompt_of(RING), 0) == "^SFF\nFHF\nFFG\n00"
+    assert make({}).reset(prompt_of(RING), 0) == "^abc\nfHh\nklG\na"
 
 
-def test_an_episode_reads_as_positions_and_ends_in_silence_with_reward_one_at_the_goal():
+def test_an_episode_reads_as_names_of_cells_and_ends_in_silence_with_reward_one_at_the_goal():
     transitions = play(RING, ["D", "D", "R", "R"])
-    assert [t.text for t in transitions] == ["10", "20", "21", ""]
+    assert [t.text for t in transitions] == ["f", "k", "l", ""]
     assert [t.reward for t in transitions] == [0.0, 0.0, 0.0, 1.0]
     assert [t.terminated for t in transitions] == [False, False, False, True]
     assert not any(t.truncated for t in transitions)
@@ -65,21 +75,21 @@ def test_a_hole_ends_the_episode_with_reward_zero():
     assert last.facts["success"] is False
 
 
-@pytest.mark.parametrize(("move", "position"), [("L", "10"), ("D", "21"), ("R", "12"), ("U", "01")])
-def test_each_move_goes_one_cell_its_way(move, position):
+@pytest.mark.parametrize(("move", "name"), [("L", "f"), ("D", "l"), ("R", "h"), ("U", "b")])
+def test_each_move_goes_one_cell_its_way(move, name):
     to_the_middle = ["D", "R"]
-    assert play(OPEN, [*to_the_middle, move])[-1].text == position
+    assert play(OPEN, [*to_the_middle, move])[-1].text == name
 
 
 def test_a_move_off_the_map_leaves_the_agent_where_it_is_and_counts():
     transition = play(OPEN, ["U"])[0]
-    assert (transition.text, transition.facts["steps"], transition.facts["invalid_answers"]) == ("00", 1, 0)
+    assert (transition.text, transition.facts["steps"], transition.facts["invalid_answers"]) == ("a", 1, 0)
 
 
-@pytest.mark.parametrize("answer", ["", " ", "d", "DD", "LDRU", "DOWN", "0", "?", "\n"])
+@pytest.mark.parametrize("answer", ["", " ", "d", "DD", "LDRU", "DOWN", "b", "H", "?", "\n"])
 def test_an_answer_that_is_no_move_costs_a_move_and_is_answered_by_a_question_mark(answer):
     first, second = play(OPEN, ["R", answer])
-    assert (first.text, second.text) == ("01", "?01")
+    assert (first.text, second.text) == ("b", "?b")
     assert (second.reward, second.terminated) == (0.0, False)
     assert (second.facts["steps"], second.facts["invalid_answers"]) == (2, 1)
 
@@ -100,6 +110,96 @@ def test_reaching_the_goal_with_the_last_move_is_no_truncation():
     assert (last.terminated, last.truncated, last.reward) == (True, False, 1.0)
 
 
+# Names of cells
+
+
+def open_lake(size):
+    rows = ["F" * size] * size
+    return "\n".join(["S" + rows[0][1:], *rows[1:-1], rows[-1][:-1] + "G"])
+
+
+def tour(size):
+    """Moves through every cell of an open lake of `size` that do not reach the goal: each row there and back."""
+    back_and_forth = itertools.chain.from_iterable(("R" * (size - 1), "L" * (size - 1), "D") for _ in range(size))
+    return list("".join(back_and_forth)[: -size - 1])
+
+
+def written(size, **options):
+    """Everything that the environment writes on an open lake: the prompt, and every cell with and without '?'."""
+    environment = make({"moves_per_size": 1000, **options})
+    texts = [environment.reset(prompt_of(open_lake(size)), 0)]
+    for answer in itertools.chain.from_iterable(("nonsense", move) for move in tour(size)):
+        texts.append(environment.step(answer).text)
+    return texts
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_the_default_alphabet_and_lengths_hold_every_text_of_the_default_sizes(size):
+    tokenizer = make_tokenizer(TokenizerSection())
+    texts = written(size)
+    assert set(texts[1:]) >= {cell_name((r, c), 5) for r in range(size) for c in range(size) if r + c < 2 * size - 2}
+    for text in texts:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode("LDRU")) == "LDRU"
+    limits = RolloutSection()
+    moves = 4 * size
+    assert len(tokenizer.encode(texts[0])) <= limits.prompt_tokens
+    assert moves + (moves - 1) <= limits.branch_tokens <= TrainerSection().row_tokens  # an answer and a name a move
+
+
+def test_the_largest_lake_needs_its_own_alphabet():
+    texts = written(9, names_grid=9)
+    with pytest.raises(UserError, match="alphabet"):
+        make_tokenizer(TokenizerSection()).encode(texts[0])
+    tokenizer = make_tokenizer(TokenizerSection(alphabet=alphabet(9)))
+    assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in texts)
+
+
+def test_the_default_alphabet_is_that_of_the_default_grid():
+    assert TokenizerSection().alphabet == alphabet(5) == alphabet(2)
+
+
+def test_names_are_told_apart_from_each_other_and_from_everything_else():
+    assert len(NAMES) == len(set(NAMES)) == LARGEST_GRID**2
+    assert not set(NAMES) & set(SIGNS + "\"'\\") and not any(name.isspace() for name in NAMES)
+    assert [parse_move(name) for name in NAMES] == [None] * len(NAMES)
+
+
+@pytest.mark.parametrize("grid", [2, 5, 9])
+def test_every_cell_of_the_grid_has_a_name_that_leads_back_to_it(grid):
+    cells = list(itertools.product(range(grid), repeat=2))
+    assert [named_cell(cell_name(cell, grid), grid) for cell in cells] == cells
+
+
+def test_a_cell_has_one_name_in_maps_of_every_size():
+    prompts = [make({}).reset(prompt_of(open_lake(size)), 0) for size in (2, 3, 4, 5)]
+    rows = [prompt[1:].split("\n")[:-1] for prompt in prompts]
+    for smaller, larger in itertools.pairwise(rows):
+        for small, large in zip(smaller, larger, strict=False):
+            assert large.startswith(small.removesuffix("G"))
+
+
+@pytest.mark.parametrize("play_it", [lambda prompt: make({}).reset(prompt, 0), lambda prompt: demonstrate(prompt, {})])
+def test_a_map_larger_than_the_grid_is_refused_with_the_options_that_would_do(play_it):
+    with pytest.raises(UserError, match="6 x 6 is larger than names_grid=5") as caught:
+        play_it(prompt_of(open_lake(6)))
+    said = caught.value.way_out.removesuffix(".")
+    _, tokenizer_alphabet = said.split(" and tokenizer.alphabet=")
+    assert said.startswith("Set task.options.names_grid=6 and")
+    assert tomllib.loads(f"alphabet = {tokenizer_alphabet}") == {"alphabet": alphabet(6)}
+    assert make({"names_grid": 6}).reset(prompt_of(open_lake(6)), 0).startswith("^abcdef\nghijkl\n")
+
+
+def test_a_map_larger_than_the_largest_grid_cannot_be_played():
+    with pytest.raises(UserError, match="Leave out maps above 9 x 9"):
+        make({"names_grid": 9}).reset(prompt_of(open_lake(10)), 0)
+    with pytest.raises(UserError, match="names_grid"):
+        make({"names_grid": 10})
+
+
+# Slips
+
+
 def test_slips_repeat_with_the_seed_and_differ_between_seeds():
     def path(seed):
         return "".join(t.text for t in play("SFFFF\n" + "FFFFF\n" * 3 + "FFFFG", ["U"] * 12, seed=seed, slippery=True))
@@ -117,14 +217,14 @@ def test_episodes_on_one_map_do_not_touch_each_other():
     first, second = make({}), make({})
     for environment in (first, second):
         environment.reset(prompt_of(OPEN), 0)
-    assert [first.step("R").text, second.step("D").text, first.step("R").text] == ["01", "10", "02"]
+    assert [first.step("R").text, second.step("D").text, first.step("R").text] == ["b", "f", "c"]
 
 
 def test_an_environment_can_be_reset_to_another_map_in_mid_episode():
     environment = make({})
     environment.reset(prompt_of(OPEN), 0)
     environment.step("nonsense")
-    assert environment.reset(prompt_of("SF\nFG"), 0) == "^SF\nFG\n00"
+    assert environment.reset(prompt_of("SF\nFG"), 0) == "^ab\nfG\na"
     assert environment.step("D").facts == {
         "return": 0.0,
         "success": False,
@@ -158,7 +258,7 @@ def test_stepping_without_an_episode_is_an_error():
         ({"map": "SF\nFF"}, "at least one G"),
         ({"map": "SS\nFG"}, "exactly one S"),
         ({"map": ""}, "exactly one S"),
-        ({"map": "S" + "F" * 9 + "G"}, "larger than 10"),
+        ({"map": "SFFFFG"}, r"map of 1 x 6 is larger than names_grid=5"),
     ],
 )
 def test_a_prompt_that_is_no_lake_is_refused_by_its_id_with_the_reason(payload, reason):
@@ -241,7 +341,7 @@ def died(text):
     environment, rows, moves = make({}), text.split("\n"), []
     position = environment.reset(prompt_of(text), 0)
     while True:
-        moves.append(scripted_rule(rows, int(position[-2]), int(position[-1]), moves))
+        moves.append(scripted_rule(rows, *named_cell(position[-1], 5), moves))
         transition = environment.step(moves[-1])
         if transition.over:
             return transition.terminated and not transition.facts["success"]

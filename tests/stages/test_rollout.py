@@ -83,11 +83,11 @@ def test_a_batch_rolled_out_again_gives_the_same_bits(recipe, run):
         assert (a.id, a.stop_reason, a.environment, a.versions) == (b.id, b.stop_reason, b.environment, b.versions)
 
 
-def test_a_real_episode_says_moves_and_is_told_positions(recipe, run):
+def test_a_real_episode_says_moves_and_is_told_cells(recipe, run):
     tokenizer = runtime(run, recipe).tokenizer
     for rollout in roll_out(runtime(run, recipe), recipe, LAKES).rollouts:
         if rollout.status == "ok":
-            assert tokenizer.decode(rollout.tokens[: rollout.prompt_length]).startswith("^SF\nFG")
+            assert tokenizer.decode(rollout.tokens[: rollout.prompt_length]) == "^ab\nfG\na"
             assert rollout.loss_mask.sum() == rollout.environment["steps"] <= 2
             assert (rollout.sampler_logprobs < 0).tolist() == rollout.loss_mask.tolist()
 
@@ -112,6 +112,15 @@ def test_metrics_are_those_of_the_trajectories_that_did_not_fail():
         "rollout/policy_version": 6,
     }
     assert measured["rollout/sampled_tokens_per_second"] == 3 / measured["rollout/seconds"]
+
+
+def test_a_prompt_counts_once_a_group_whatever_became_of_the_group():
+    # Groups of two samples: "abc" plays, "de" fails in both samples after its prompt was computed, "~" is refused.
+    faults = {(environment_seed(11, sample), "step", 0): lambda answer: None for sample in range(2)}
+    batch = make_batch("abc", "de", "~")
+    rolled = run_episodes(FakeEngine(), None, EchoEnvironments(faults), TOKENIZER, batch, recipe=make_recipe())
+    assert [r.status for r in rolled.rollouts] == ["ok"] * 2 + ["failed"] * 4
+    assert measure_rollouts(rolled)["rollout/prompt_tokens"] == 3 + 2
 
 
 def test_a_shard_holds_whatever_a_rollout_makes_of_its_failures():

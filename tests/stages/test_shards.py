@@ -36,6 +36,7 @@ from stages.shards import (
     orphans,
     read_dead_letters,
     read_shard,
+    sweep_orphans,
     write_dead_letters,
     write_shard,
 )
@@ -271,6 +272,20 @@ def test_what_a_killed_writer_left_is_listed_and_never_read(store):
     manifest = write_shard(store, packed(started_at=2.0), RUN)
     assert orphans(store) == [left]
     assert manifest.key != left
+
+
+def test_what_a_killed_writer_left_is_swept_and_what_may_be_committed_is_not(store):
+    kill_at("shard-before-manifest", write_until_killed, store.location, packed(started_at=1.0))
+    (left,) = orphans(store)
+    manifest = write_shard(store, packed(started_at=2.0), RUN)
+    slot = run_layout.manifest(7, 0)
+    record = store.get(slot)
+    store.put(slot, record[:-20])
+    sweep_orphans(store)
+    assert {left, manifest.key} <= set(store.list("trajectories/")), "a damaged manifest may name either"
+    store.put(slot, record)
+    sweep_orphans(store)
+    assert store.list("trajectories/") == sorted([slot, manifest.key])
 
 
 def test_data_that_was_damaged_before_it_was_committed_is_written_again(store):

@@ -27,6 +27,7 @@ from stages.train import (
     is_checkpoint,
     policies_to_keep,
     ready_step,
+    settle,
     state_at,
     train_ready_steps,
     trainer_states_to_keep,
@@ -305,6 +306,23 @@ def test_without_any_checkpoint_the_whole_run_is_repeated(run: Path, trained: Ou
     assert tree_digest(state.params) == trained.policies[STEPS]
     # And what was missing is there again.
     assert shared.trainer_states.newest_at_most(STEPS) == STEPS
+
+
+def test_what_a_killed_trainer_owed_is_settled_by_the_next(
+    run: Path, trained: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disarm = kill_at(monkeypatch, "after-commit", STEPS)
+    with pytest.raises(Killed):
+        train_ready_steps(Runtime(run, RECIPE))
+    disarm()
+    shared = Runtime(run, RECIPE)
+    assert (shared.policies.latest(), shared.trainer_states.newest_at_most(STEPS)) == (STEPS, STEPS - 2)
+    settle(shared)
+    assert shared.trainer_states.newest_at_most(STEPS) == STEPS
+    assert set(shared.policies.versions()) <= policies_to_keep(STEPS, RECIPE)
+    assert outcome(run) == trained
+    settle(Runtime(tmp_path / "new", RECIPE))  # owes nothing
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_step_whose_list_is_gone_cannot_be_repeated_and_is_named(run: Path) -> None:

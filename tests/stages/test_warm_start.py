@@ -45,25 +45,25 @@ def demonstrated(**rollout_or_sampling: dict[str, int]) -> str | None:
 
 
 def test_a_demonstration_is_the_conversation_with_only_its_answers_trained() -> None:
-    assert demonstrated() == "^SHH\nFHH\nFFG\n00[D]10[D]20[R]21[R]"
+    assert demonstrated() == "^aHH\ndHH\nghG\na[D]d[D]g[R]h[R]"
 
 
 def test_an_answer_that_may_be_longer_is_ended_by_eos() -> None:
     assert demonstrated(sampling={"answer_tokens": 2}) == (
-        "^SHH\nFHH\nFFG\n00[D][<eos>]10[D][<eos>]20[R][<eos>]21[R][<eos>]"
+        "^aHH\ndHH\nghG\na[D][<eos>]d[D][<eos>]g[R][<eos>]h[R][<eos>]"
     )
 
 
 def test_a_demonstration_ends_where_no_answer_has_room_any_more() -> None:
-    # D 10 D 20: six tokens, and the next answer would be the seventh.
-    assert demonstrated(rollout={"branch_tokens": 6}) == "^SHH\nFHH\nFFG\n00[D]10[D]"
-    assert demonstrated(rollout={"branch_tokens": 7}) == "^SHH\nFHH\nFFG\n00[D]10[D]20[R]"
-    assert demonstrated(rollout={"max_turns": 1}) == "^SHH\nFHH\nFFG\n00[D]"
+    # D d D g: four tokens, and the next answer would be the fifth.
+    assert demonstrated(rollout={"branch_tokens": 4}) == "^aHH\ndHH\nghG\na[D]d[D]"
+    assert demonstrated(rollout={"branch_tokens": 5}) == "^aHH\ndHH\nghG\na[D]d[D]g[R]"
+    assert demonstrated(rollout={"max_turns": 1}) == "^aHH\ndHH\nghG\na[D]"
 
 
 def test_a_prompt_that_is_too_long_is_not_demonstrated() -> None:
-    assert demonstrated(rollout={"prompt_tokens": 15}) == "^SHH\nFHH\nFFG\n00[D]10[D]20[R]21[R]"
-    assert demonstrated(rollout={"prompt_tokens": 14}) is None
+    assert demonstrated(rollout={"prompt_tokens": 14}) == "^aHH\ndHH\nghG\na[D]d[D]g[R]h[R]"
+    assert demonstrated(rollout={"prompt_tokens": 13}) is None
 
 
 def test_demonstrations_are_of_training_prompts_as_many_as_asked_for_and_the_same_each_time(tmp_path: Path) -> None:
@@ -71,7 +71,8 @@ def test_demonstrations_are_of_training_prompts_as_many_as_asked_for_and_the_sam
     first, second = demonstrations(shared), demonstrations(shared)
     assert len(first) == 8
     prompts = {shown(tokens[: mask.argmax()], mask[: mask.argmax()]) for tokens, mask in first}
-    assert prompts <= {f"^{shared.prompts[i].payload['map']}\n00" for i in range(len(shared.prompts))}
+    lake = ENVIRONMENTS["frozen_lake"].make(WARM.task.options)
+    assert prompts <= {lake.reset(shared.prompts[i], 0) for i in range(len(shared.prompts))}
     for (tokens, mask), (tokens_again, mask_again) in zip(first, second, strict=True):
         np.testing.assert_array_equal(tokens, tokens_again)
         np.testing.assert_array_equal(mask, mask_again)

@@ -3,18 +3,20 @@
 The map SFF/FHF/FFG reads, on a grid of names 5 cells wide:
 
     prompt ^abc     answer D    environment f    answer D    environment k    ...
-           fHh
-           klG
+           fⓖh
+           klm*
            a
 
-Every cell that can be stood on is written by a name of its own, one character; holes are H, the goal is G. The prompt
-is the map once, then the name of the agent's cell; every later turn is that name only. Names are laid row by row on a
-grid of `names_grid` x `names_grid`, so that a cell has one name in maps of every size. A name in a turn is the same
-token as in the map: it is learned several times faster than digits for row and column, which have to be counted out.
+Every cell is written by a name of its own, one character: plain where one can stand, circled where there is a hole,
+with a star behind the goal's. The prompt is the map once, then the name of the agent's cell; every later turn is that
+name only. Names are laid row by row on a grid of `names_grid` x `names_grid`, so that a cell has one name in maps of
+every size. So whatever is to be known about a neighbour is under one of two tokens, always the same two: a small policy
+learns this several times faster than digits for row and column, which have to be counted out, and than holes that are
+all alike, which it sees only by finding no name (docs/experiments.md).
 
 An answer is a move if it is one of L, D, R, U. Anything else leaves the agent where it is, uses up a move, and is
 answered by '?' before the name. Data sets and payloads keep gymnasium's letters S, F, H, G. Left out: rendering, reward
-shaping, demonstrations on a slippery lake.
+for getting nearer, demonstrations on a slippery lake.
 """
 
 from __future__ import annotations
@@ -42,10 +44,10 @@ MOVES = "LDRU"  # index is gymnasium's action
 OFFSETS = {"L": (0, -1), "D": (1, 0), "R": (0, 1), "U": (-1, 0)}
 OPPOSITE = {"L": "R", "R": "L", "U": "D", "D": "U"}
 LARGEST_GRID = 9
-# Names of cells: 81 characters, and none of SIGNS, white space, quotes or the backslash, so that an alphabet of them can
-# be written in a recipe.
-NAMES = string.ascii_lowercase + "ABCEIJKMNOPQTVWXYZ" + string.digits + "!#$%&()*+,-./:;<=>@[]_{|}~§"
-SIGNS = "\nGH^LDRU?"  # whatever else prompts, turns and answers are written in
+# Names of cells, and of the holes in their place: 81 of each, so that letters of moves are no names.
+NAMES = string.ascii_lowercase + string.digits + "ABCEFGHIJKMNOPQSTVWXYZ" + "αβγδεζηθικλμνξοπρστυφχψ"
+HOLES = "ⓐⓑⓒⓓⓔⓕⓖⓗⓘⓙⓚⓛⓜⓝⓞⓟⓠⓡⓢⓣⓤⓥⓦⓧⓨⓩ" + "⓪①②③④⑤⑥⑦⑧⑨" + "ⒶⒷⒸⒺⒻⒼⒽⒾⒿⓀⓂⓃⓄⓅⓆⓈⓉⓋⓌⓍⓎⓏ" + "ΑΒΓΔΕΖΗΘΙΚΛΜΝΞΟΠΡΣΤΥΦΧΨ"
+SIGNS = "\n*^LDRU?"  # whatever else prompts, turns and answers are written in
 
 Rows: TypeAlias = tuple[str, ...]
 Cell: TypeAlias = tuple[int, int]
@@ -60,10 +62,13 @@ class FrozenLakeOptions(Section):
     slippery: bool = Field(
         False, description="a move goes to either side of its direction with probability 1/3 each (gymnasium's rule)"
     )
+    hole_reward: Annotated[float, Field(le=0.0, allow_inf_nan=False)] = Field(
+        0.0, description="reward of falling into a hole; below 0, a policy in a dead end learns to turn back"
+    )
     names_grid: Annotated[int, Field(ge=2, le=LARGEST_GRID)] = Field(
         5,
-        description="side of the grid that cells are named on; a larger map is refused. Above 5 the tokenizer needs more "
-        "names than its default alphabet has",
+        description="side of the grid that cells are named on; a larger map is refused. Above 5 the tokenizer needs "
+        "more names than its default alphabet has",
     )
 
 
@@ -74,9 +79,10 @@ def alphabet(names_grid: int) -> str:
     """The `tokenizer.alphabet` that lakes on a grid of this side need: the recipe's default up to 5, longer above.
 
     >>> alphabet(5)
-    '\\nGH^LDRU?abcdefghijklmnopqrstuvwxyz'
+    '\\n*^LDRU?abcdefghijklmnopqrstuvwxyzⓐⓑⓒⓓⓔⓕⓖⓗⓘⓙⓚⓛⓜⓝⓞⓟⓠⓡⓢⓣⓤⓥⓦⓧⓨⓩ'
     """
-    return SIGNS + NAMES[: max(len(string.ascii_lowercase), names_grid**2)]
+    names = max(len(string.ascii_lowercase), names_grid**2)
+    return SIGNS + NAMES[:names] + HOLES[:names]
 
 
 def cell_name(cell: Cell, names_grid: int) -> str:
@@ -99,7 +105,7 @@ def make(options: RawOptions) -> FrozenLake:
 
 
 class FrozenLake:
-    """One episode on one map; reward 1.0 on reaching the goal, else 0.0. See `Environment` for the protocol.
+    """One episode on one map: reward 1.0 on reaching the goal, `hole_reward` in a hole, else 0.0. See `Environment`.
 
     Facts: "return" (float), "success" (bool), "invalid_answers", "steps", "size" (longer side), "optimal_steps" (length
     of a shortest path without slips; None if there is no path).
@@ -142,7 +148,8 @@ class FrozenLake:
     def _move(self, lake: FrozenLakeEnv, move: str) -> tuple[float, bool]:
         state, reward, terminated, _, _ = lake.step(MOVES.index(move))
         self._position = divmod(state, lake.ncol)
-        return float(reward), bool(terminated)
+        drowned = terminated and lake.desc[self._position] == b"H"
+        return self._options.hole_reward if drowned else float(reward), bool(terminated)
 
     def _position_name(self) -> str:
         return cell_name(self._position, self._options.names_grid)
@@ -187,13 +194,12 @@ def _refuse_larger(prompt: Prompt, rows: Rows, names_grid: int) -> None:
     side = max(len(rows), len(rows[0]))
     if side <= names_grid:
         return
-    needed = (
-        f"Set task.options.names_grid={side} and tokenizer.alphabet={json.dumps(alphabet(side), ensure_ascii=False)}."
-    )
+    written = json.dumps(alphabet(side), ensure_ascii=False)  # as TOML writes it, too
+    enough = f"Set task.options.names_grid={side} and tokenizer.alphabet={written}."
     raise UserError(
         f"prompt {prompt.prompt_id}",
-        f"its map of {len(rows)} x {len(rows[0])} is larger than the {names_grid} x {names_grid} cells that have names.",
-        needed if side <= LARGEST_GRID else f"Leave out maps above {LARGEST_GRID} x {LARGEST_GRID}: names end there.",
+        f"its map of {len(rows)} x {len(rows[0])} is larger than names_grid={names_grid}: cells outside have no name.",
+        enough if side <= LARGEST_GRID else f"Leave out maps above {LARGEST_GRID} x {LARGEST_GRID}: names end there.",
     )
 
 
@@ -209,11 +215,13 @@ def _map_fault(text: str) -> str | None:
 
 
 def _named_rows(rows: Rows, names_grid: int) -> list[str]:
-    """The map as a prompt shows it: names for S and F."""
-    return [
-        "".join(letter if letter in "HG" else cell_name((r, c), names_grid) for c, letter in enumerate(row))
-        for r, row in enumerate(rows)
-    ]
+    """The map as a prompt shows it."""
+    return ["".join(_shown(letter, (r, c), names_grid) for c, letter in enumerate(row)) for r, row in enumerate(rows)]
+
+
+def _shown(letter: str, cell: Cell, names_grid: int) -> str:
+    name = cell_name(cell, names_grid)
+    return HOLES[NAMES.index(name)] if letter == "H" else name + "*" * (letter == "G")
 
 
 def _new_lake(rows: Rows, slippery: bool) -> FrozenLakeEnv:
