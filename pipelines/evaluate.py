@@ -416,7 +416,7 @@ def newest_version(shared: Runtime) -> int:
 
 
 class LearningCurve:
-    """Points of the learning curve: success on validation prompts, sampled at the recipe's evaluation temperature, one sample a prompt.
+    """Points of the learning curve: success on validation prompts, one sample a prompt, at the evaluation temperature.
 
     Give `first` to a run's after_warm_start and `each` to its after_step. Points go to the metrics of "evaluate", where
     the step is the policy version; a resumed run adds those that are missing.

@@ -22,7 +22,7 @@ import numpy as np
 
 from jax_core.policies import MissingVersionError, PolicyStore, tree_digest
 from jax_core.trainer import Trainer
-from schemas import run_layout, trajectory
+from schemas import run_layout
 from schemas.errors import DamagedDataError, UserError
 from schemas.manifest import StepList
 from schemas.metrics import MetricsWriter, read_metrics
@@ -32,7 +32,7 @@ from schemas.records import ShardContent
 from schemas.store import RunStore
 from schemas.text import to_json
 from stages.runtime import Runtime
-from stages.shards import frozen_step
+from stages.shards import frozen_step, read_listed
 from stages.train import drop_too_old, policies_to_keep
 
 MAY_CHANGE = ("algorithm.", "trainer.")
@@ -127,7 +127,7 @@ def replay(
     recorded_metrics = {event.step: event.values for event in read_metrics(shared.store, "train")}
     steps = []
     for listed in frozen:
-        contents = drop_too_old(read_listed(shared.store, listed, recipe), listed.step, recipe.rollout.max_lag).contents
+        contents = drop_too_old(read_rows(shared.store, listed, recipe), listed.step, recipe.rollout.max_lag).contents
         started = time.perf_counter()
         state, measured = trainer.update(state, contents)
         digest = tree_digest(state.params)  # waits for the update to be computed
@@ -164,29 +164,21 @@ def step_lists(store: RunStore, recipe: Recipe) -> list[StepList]:
     return lists
 
 
-def read_listed(store: RunStore, listed: StepList, recipe: Recipe) -> list[ShardContent]:
-    """The shards of a frozen list, each verified against the digest that the list has.
+def read_rows(store: RunStore, listed: StepList, recipe: Recipe) -> list[ShardContent]:
+    """The shards of a frozen list, for a recipe that may have other rows than the run.
 
     Raises:
-      DamagedDataError: a shard is gone, torn or altered.
+      DamagedDataError: as `read_listed` says.
       UserError: the recipe's rows are shorter than those that the shards are packed in.
     """
-    contents = []
-    for shard in listed.shards:
-        try:
-            data = store.get(shard.key)
-        except FileNotFoundError:
-            raise DamagedDataError(
-                shard.key, f"is gone, and step {listed.step} was trained on it.", "Restore the file from a copy."
-            ) from None
-        content = trajectory.decode(trajectory.from_bytes(data, name=shard.key, sha256=shard.sha256))
-        if content.row_tokens > recipe.trainer.row_tokens:
-            raise UserError(
-                f"trainer.row_tokens={recipe.trainer.row_tokens}",
-                f"the saved shards are packed in rows of {content.row_tokens} tokens.",
-                f"Set it to {content.row_tokens} or more.",
-            )
-        contents.append(content)
+    contents = read_listed(store, listed)
+    longest = max((content.row_tokens for content in contents), default=0)
+    if longest > recipe.trainer.row_tokens:
+        raise UserError(
+            f"trainer.row_tokens={recipe.trainer.row_tokens}",
+            f"the saved shards are packed in rows of {longest} tokens.",
+            f"Set it to {longest} or more.",
+        )
     return contents
 
 

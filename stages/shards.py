@@ -129,7 +129,7 @@ def _holds(store: RunStore, key: str, data: bytes) -> bool:
 
 def _give_way(store: RunStore, newcomer: ShardManifest, data: bytes) -> ShardCommit:
     """The slot is taken: the first stays. A newcomer with other content is kept for whoever looks for the cause."""
-    first = _read_manifest(store, run_layout.manifest(newcomer.step, newcomer.element_index))
+    first = read_manifest(store, run_layout.manifest(newcomer.step, newcomer.element_index))
     if first.run_id != newcomer.run_id:
         raise _foreign(run_layout.manifest(newcomer.step, newcomer.element_index), first.run_id, newcomer.run_id)
     if newcomer.key != first.key:
@@ -187,7 +187,7 @@ def list_manifests(store: RunStore, step: int | None = None) -> list[ShardManife
     Raises:
       DamagedDataError: a manifest cannot be read, or lies in another's place.
     """
-    return [_read_manifest(store, key) for key in _manifest_keys(store, step)]
+    return [read_manifest(store, key) for key in _manifest_keys(store, step)]
 
 
 def committed_elements(store: RunStore, step: int) -> set[int]:
@@ -213,7 +213,8 @@ def _manifest_keys(store: RunStore, step: int | None) -> list[str]:
     return [key for key in store.list(run_layout.manifest_prefix(step)) if key.endswith(".json")]
 
 
-def _read_manifest(store: RunStore, key: str) -> ShardManifest:
+def read_manifest(store: RunStore, key: str) -> ShardManifest:
+    """The manifest at `key`. Raises DamagedDataError if it cannot be read, or lies in another's place."""
     manifest = ShardManifest.from_json(store.get(key), key)
     if run_layout.manifest(manifest.step, manifest.element_index) != key:
         raise DamagedDataError(
@@ -226,6 +227,26 @@ def frozen_step(store: RunStore, step: int) -> StepList | None:
     """The list that a step trains on, if it is decided. Raises DamagedDataError if it cannot be read."""
     key = run_layout.step_list(step)
     return StepList.from_json(store.get(key), key) if store.exists(key) else None
+
+
+def read_listed(store: RunStore, frozen: StepList) -> list[ShardContent]:
+    """The shards of a frozen list, in its order: what the step trains on, each time that it is trained or replayed.
+
+    Raises:
+      DamagedDataError: a shard is gone, torn, altered or newer than this reader. Nothing is skipped here, whatever the
+        recipe says: a step is to be the same each time.
+    """
+    return [_read_listed(store, frozen.step, shard) for shard in frozen.shards]
+
+
+def _read_listed(store: RunStore, step: int, shard: ShardRef) -> ShardContent:
+    try:
+        data = store.get(shard.key)
+    except FileNotFoundError as error:
+        raise DamagedDataError(
+            shard.key, f"is gone, and step {step} is trained on it.", "Restore the file from a copy."
+        ) from error
+    return trajectory.decode(trajectory.from_bytes(data, name=shard.key, sha256=shard.sha256))
 
 
 def freeze_step(

@@ -26,16 +26,16 @@ import jax
 from jax_core.faults import crash_point
 from jax_core.policies import tree_digest
 from jax_core.trainer import TrainState
-from schemas import run_layout, trajectory
+from schemas import run_layout
 from schemas.errors import DamagedDataError, UserError
-from schemas.manifest import PolicyCommit, ShardManifest, ShardRef, SkippedShard, StepList
+from schemas.manifest import PolicyCommit, ShardManifest, SkippedShard, StepList
 from schemas.metrics import MetricsWriter
 from schemas.recipe import Recipe
 from schemas.records import Group, ShardContent
 from schemas.store import RunStore
 from stages.counters import count
 from stages.runtime import Runtime, runtime
-from stages.shards import freeze_step, frozen_step, read_shard
+from stages.shards import freeze_step, frozen_step, read_listed, read_manifest, read_shard
 
 _TRAINER_STATES_KEPT = 2  # the newest, and one to repeat from if the newest is damaged
 
@@ -222,24 +222,21 @@ def load_frozen(store: RunStore, step: int) -> tuple[StepList, list[ShardContent
     """What step `step` trains or trained on.
 
     Raises:
-      DamagedDataError: its list is gone, or a shard on it. Nothing is skipped here, whatever the recipe says: a step is
-        to be the same each time.
+      DamagedDataError: its list is gone, or as `read_listed` says.
     """
     frozen = frozen_step(store, step)
     if frozen is None:
         raise DamagedDataError(
             run_layout.step_list(step), f"is gone, and step {step} must be repeated.", "Restore the file from a copy."
         )
-    return frozen, [_read_frozen(store, step, shard) for shard in frozen.shards]
+    return frozen, read_listed(store, frozen)
 
 
 def _examine(shared: Runtime, step: int, manifest_key: str) -> tuple[ShardManifest, ShardContent] | SkippedShard:
     """A committed shard, read whole; or why the step goes without it, where the recipe allows that."""
     key = manifest_key
     try:
-        manifest = ShardManifest.from_json(shared.store.get(manifest_key), manifest_key)
-        if run_layout.manifest(manifest.step, manifest.element_index) != manifest_key:
-            raise DamagedDataError(manifest_key, f"is of step {manifest.step}.", "Restore the file.")
+        manifest = read_manifest(shared.store, manifest_key)
         _refuse_foreign(shared, manifest_key, manifest)
         key = manifest.key
         return manifest, read_shard(shared.store, manifest)
@@ -257,15 +254,6 @@ def _refuse_foreign(shared: Runtime, key: str, manifest: ShardManifest) -> None:
             f"belongs to run {manifest.run_id!r}, not to {shared.run_id!r}.",
             "Take it out of the directory, or start a run in an empty one.",
         )
-
-
-def _read_frozen(store: RunStore, step: int, shard: ShardRef) -> ShardContent:
-    try:
-        return trajectory.decode(trajectory.from_bytes(store.get(shard.key), name=shard.key, sha256=shard.sha256))
-    except FileNotFoundError as error:
-        raise DamagedDataError(
-            shard.key, f"is gone, and step {step} is to be trained on it.", "Restore the file from a copy."
-        ) from error
 
 
 def drop_too_old(contents: Sequence[ShardContent], step: int, max_lag: int) -> FreshGroups:

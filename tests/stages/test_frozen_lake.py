@@ -13,7 +13,7 @@ from schemas.errors import UserError
 from schemas.recipe import RolloutSection, TokenizerSection, TrainerSection
 from schemas.records import Prompt
 from stages.prompts.frozen_lake_maps import FrozenLakeMapOptions, train_maps
-from stages.rollout.environments import ENVIRONMENTS
+from stages.rollout.environments import ENVIRONMENTS, frozen_lake
 from stages.rollout.environments.frozen_lake import (
     LARGEST_GRID,
     NAMES,
@@ -50,7 +50,7 @@ def play(text, answers, *, seed=0, **options):
 
 
 def test_the_prompt_is_the_map_and_where_the_agent_stands():
-    assert make({}).reset(prompt_of(RING), 0) == "^abc\nfHh\nklG\na"
+    assert make({}).reset(prompt_of(RING), 0) == "^abc\nfⓖh\nklm*\na"
 
 
 def test_an_episode_reads_as_names_of_cells_and_ends_in_silence_with_reward_one_at_the_goal():
@@ -176,7 +176,22 @@ def test_a_cell_has_one_name_in_maps_of_every_size():
     rows = [prompt[1:].split("\n")[:-1] for prompt in prompts]
     for smaller, larger in itertools.pairwise(rows):
         for small, large in zip(smaller, larger, strict=False):
-            assert large.startswith(small.removesuffix("G"))
+            assert large.startswith(small.removesuffix("*"))
+
+
+def test_every_cell_and_every_hole_has_a_name_that_is_nothing_else():
+    names = frozen_lake.NAMES + frozen_lake.HOLES
+    assert len(frozen_lake.NAMES) == len(frozen_lake.HOLES) == 81
+    assert len(set(names + frozen_lake.SIGNS)) == len(names) + len(frozen_lake.SIGNS)
+
+
+def test_a_hole_costs_what_the_option_says():
+    for hole_reward in (0.0, -0.5):
+        environment = make({"hole_reward": hole_reward})
+        environment.reset(prompt_of(RING), 0)
+        environment.step("D")
+        fallen = environment.step("R")
+        assert (fallen.reward, fallen.terminated, fallen.facts["success"]) == (hole_reward, True, False)
 
 
 @pytest.mark.parametrize("play_it", [lambda prompt: make({}).reset(prompt, 0), lambda prompt: demonstrate(prompt, {})])
@@ -224,7 +239,7 @@ def test_an_environment_can_be_reset_to_another_map_in_mid_episode():
     environment = make({})
     environment.reset(prompt_of(OPEN), 0)
     environment.step("nonsense")
-    assert environment.reset(prompt_of("SF\nFG"), 0) == "^ab\nfG\na"
+    assert environment.reset(prompt_of("SF\nFG"), 0) == "^ab\nfg*\na"
     assert environment.step("D").facts == {
         "return": 0.0,
         "success": False,

@@ -87,7 +87,7 @@ def test_a_real_episode_says_moves_and_is_told_cells(recipe, run):
     tokenizer = runtime(run, recipe).tokenizer
     for rollout in roll_out(runtime(run, recipe), recipe, LAKES).rollouts:
         if rollout.status == "ok":
-            assert tokenizer.decode(rollout.tokens[: rollout.prompt_length]) == "^ab\nfG\na"
+            assert tokenizer.decode(rollout.tokens[: rollout.prompt_length]) == "^ab\nfg*\na"
             assert rollout.loss_mask.sum() == rollout.environment["steps"] <= 2
             assert (rollout.sampler_logprobs < 0).tolist() == rollout.loss_mask.tolist()
 
