@@ -17,6 +17,7 @@ from apache_beam.pvalue import PBegin
 
 from schemas.manifest import ShardManifest
 from schemas.recipe import Recipe
+from stages.coders import register_record_coders
 from stages.group import GroupByPrompt
 from stages.pack import Pack
 from stages.prompts.source import AdmitPrompts
@@ -49,6 +50,7 @@ def sample_shards(
     Args:
       start: the pipeline, or a collection of one element that comes when sampling may begin.
     """
+    register_record_coders()
     return (
         start
         | "AdmitPrompts" >> AdmitPrompts(recipe, run)

@@ -164,7 +164,8 @@ class GroupByPrompt(beam.PTransform):
     run: str
 
     def expand(self, batches: beam.PCollection[ScoredBatch]) -> beam.PCollection[GroupedBatch]:
-        return batches | "Group" >> beam.ParDo(_GroupFn(self.recipe.rollout.samples_per_prompt, self.run))
+        do = beam.ParDo(_GroupFn(self.recipe.rollout.samples_per_prompt, self.run))
+        return batches | "Group" >> do.with_output_types(GroupedBatch)
 
 
 class _GroupFn(beam.DoFn):

@@ -132,7 +132,8 @@ class Pack(beam.PTransform):
     run: str
 
     def expand(self, batches: beam.PCollection[GroupedBatch]) -> beam.PCollection[PackedBatch]:
-        return batches | "Pack" >> beam.ParDo(_PackFn(self.recipe.trainer.row_tokens, self.run))
+        do = beam.ParDo(_PackFn(self.recipe.trainer.row_tokens, self.run))
+        return batches | "Pack" >> do.with_output_types(PackedBatch)
 
 
 class _PackFn(beam.DoFn):

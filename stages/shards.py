@@ -344,7 +344,8 @@ class WriteShards(beam.PTransform):
     run: str
 
     def expand(self, batches: beam.PCollection[PackedBatch]) -> beam.PCollection[ShardManifest]:
-        return batches | "WriteShard" >> beam.ParDo(_WriteShardFn(self.run))
+        do = beam.ParDo(_WriteShardFn(self.run))
+        return batches | "WriteShard" >> do.with_output_types(ShardManifest)
 
 
 class _WriteShardFn(beam.DoFn):

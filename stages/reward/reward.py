@@ -133,7 +133,8 @@ class Reward(beam.PTransform):
     run: str
 
     def expand(self, batches: beam.PCollection[RolloutBatch]) -> beam.PCollection[ScoredBatch]:
-        return batches | "Reward" >> beam.ParDo(_RewardFn(self.recipe, self.run))
+        do = beam.ParDo(_RewardFn(self.recipe, self.run))
+        return batches | "Reward" >> do.with_output_types(ScoredBatch)
 
 
 class _RewardFn(beam.DoFn):

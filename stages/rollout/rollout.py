@@ -90,7 +90,8 @@ class Rollout(beam.PTransform):
     run: str
 
     def expand(self, batches: beam.PCollection[PromptBatch]) -> beam.PCollection[RolloutBatch]:
-        return batches | "Rollout" >> beam.ParDo(_RolloutFn(self.recipe, self.run))
+        do = beam.ParDo(_RolloutFn(self.recipe, self.run))
+        return batches | "Rollout" >> do.with_output_types(RolloutBatch)
 
 
 class _RolloutFn(beam.DoFn):

@@ -85,13 +85,14 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Told]:
 
 
 def begin_with_opinions(run: Path, recipe: Recipe) -> None:
-    """Makes a run whose first policy is far from uniform, so that another temperature or a wrong prompt would show. It
-    has the strongest opinion of when to say EOS."""
+    """Makes a run whose first policy is far from uniform, so that another temperature or a wrong prompt would show.
+
+    Divided by the recipe's temperature its logits are the same for every recipe.
+    """
     shared = Runtime(run, recipe)
     colocated.prepare_run(shared.store, recipe, resume=False)
     weights = init_params(shared.model_config, recipe.seed)
-    head = weights["head"] * 2
-    head = head.at[:, shared.tokenizer.eos_id].set(head.sum(axis=1) / 2)
+    head = weights["head"] * 1.5 * recipe.sampling.temperature
     shared.policies.publish(0, {**weights, "head": head}, source="random")
 
 
@@ -157,7 +158,7 @@ def test_every_token_of_every_shard_is_as_likely_to_the_trainer_as_to_the_sample
             trained_eos += int((rollout.tokens[mask] == shared.tokenizer.eos_id).sum())
             later_turns += len(answers) - 1
     assert np.concatenate(logprobs).std() > 0.5, "a uniform policy would hide a wrong temperature"
-    assert later_turns > 50 and trained_eos > 10
+    assert later_turns > 50 and trained_eos > 5
     # Every token under the mask, EOS included, was in the loss.
     sampled = sum(manifest.sampled_tokens for manifest in list_manifests(shared.store))
     trained = [event.values for event in read_metrics(shared.store, "train")]

@@ -25,20 +25,23 @@ from schemas import run_layout
 from schemas.recipe import Recipe
 from schemas.store import RunStore
 from stages.prompts.datasets import DATA_VARIABLE, PromptData
+from stages.rollout.environments import frozen_lake
 from stages.runtime import Runtime, release, runtime
 from stages.shards import frozen_step, list_manifests
 from stages.warm_start import warm_start
 
 STEPS = 4
 ELEMENTS = 2  # elements of a step
+LARGEST_LAKE = 3
+ALPHABET = frozen_lake.SIGNS + frozen_lake.NAMES[: LARGEST_LAKE**2] + frozen_lake.HOLES[: LARGEST_LAKE**2]
 
 
 def tiny_recipe(**sections: dict[str, Any]) -> Recipe:
     """4 prompts x 4 samples, 4 steps, with `sections` laid over: tiny_recipe(rollout={"max_lag": 1})."""
     settings: dict[str, dict[str, Any]] = {
-        # Few names and so few tokens: even random weights come to a goal now and then, and there is something to learn.
-        "tokenizer": {"alphabet": "\nGH^LDRU?abcdefghi"},
-        "task": {"options": {"names_grid": 3}},
+        # So few tokens that random weights make moves, and a reward for falling too: every step has something to learn.
+        "tokenizer": {"alphabet": ALPHABET},
+        "task": {"options": {"names_grid": LARGEST_LAKE, "hole_reward": -1.0}},
         "model": {"layers": 2, "width": 16, "heads": 2, "kv_heads": 2, "head_width": 8, "mlp_width": 32},
         "data": {
             "options": {

@@ -22,7 +22,7 @@ from schemas.errors import DamagedDataError, UserError
 from schemas.run_layout import CURVE, RESULTS
 from stages.prompts.datasets import DATA_VARIABLE
 from stages.runtime import release
-from tests.pipelines.tiny_runs import copied, share_parts
+from tests.pipelines.tiny_runs import ALPHABET, LARGEST_LAKE, copied, share_parts
 from tests.runners.written_run import write_run
 
 COMMANDS = ("run", "evaluate", "replay", "inspect")
@@ -31,9 +31,10 @@ RECIPE = """
 name = "tiny"
 seed = 1
 [tokenizer]
-alphabet = "\\nGH^LDRU?abcdefghi"
+alphabet = ALPHABET
 [task.options]
-names_grid = 3
+names_grid = LARGEST_LAKE
+hole_reward = -1.0
 [model]
 layers = 2
 width = 16
@@ -65,7 +66,7 @@ every = 2
 curve_prompts = 2
 test_prompts = 2
 samples = 2
-"""
+""".replace("ALPHABET", json.dumps(ALPHABET)).replace("LARGEST_LAKE", str(LARGEST_LAKE))
 
 
 def invoke(*arguments: str | Path) -> Result:
