@@ -172,6 +172,22 @@ def test_a_prompt_that_is_too_long_is_refused_rather_than_cut():
         engine().begin(params(), [np.arange(2, 15, dtype=np.int32)], 1, seeds(1))
 
 
+def test_a_prompt_is_computed_once_a_group_and_an_answer_is_one_compiled_call(monkeypatch):
+    calls = []
+
+    def counted(name):
+        compiled = getattr(decoding, name)
+        monkeypatch.setattr(decoding, name, lambda *given: (calls.append((name, given)), compiled(*given))[1])
+
+    counted("_prefill")
+    counted("_decode")
+    session = engine().begin(params(), PROMPTS, 4, seeds(12))
+    for _ in range(2):
+        session.answer(dict.fromkeys(range(12), NOTHING))
+    assert [name for name, _ in calls] == ["_prefill", "_decode", "_decode"]
+    assert calls[0][1][2].shape[0] == len(PROMPTS), "not once for each of the 12 rows"
+
+
 def test_swapping_weights_compiles_nothing_again():
     sampler = engine()
     run = lambda seed: converse(sampler, params(seed), PROMPTS, 4, seeds(12), ragged)

@@ -433,6 +433,17 @@ def test_that_all_samples_of_a_step_fail_is_survived_and_reported(
     assert all(letter.error.endswith("OSError: the simulator is gone") for letter in report.dead_letters)
 
 
+def test_a_live_run_can_be_inspected_at_any_step(tmp_path: Path) -> None:
+    reports: list[tuple[int, int, tuple[str, ...]]] = []
+
+    def look(_: object) -> None:
+        report = inspect_run(RunStore.open(tmp_path))
+        reports.append((report.steps_done, len(report.shards), report.problems))
+
+    colocated.run(RECIPE, tmp_path, after_step=[look])
+    assert reports == [(step, ELEMENTS * step, ()) for step in range(1, RECIPE.trainer.steps + 1)]
+
+
 # Repeated bundles
 
 
