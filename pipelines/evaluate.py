@@ -472,7 +472,7 @@ def is_curve_point(version: int, recipe: Recipe) -> bool:
 
 @dataclass(frozen=True)
 class Result:
-    """Success of one policy on the test split, sampled as in training; or of the scripted rule."""
+    """Success of one policy on the test split, or of the scripted rule."""
 
     label: str
     version: int | None  # None: it is no policy of the run
@@ -487,6 +487,7 @@ class RunResults:
 
     split: str
     results: tuple[Result, ...]
+    sampled: str = "sampled at temperature 1"  # how
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -519,7 +520,7 @@ def run_results(shared: Runtime) -> RunResults:
     scripted = play_scripted(recipe, player.prompts)
     if scripted is not None:
         results.append(Result("scripted rule", None, None, summarize(scripted), summarize_by_stratum(scripted)))
-    return RunResults(split, tuple(results))
+    return RunResults(split, tuple(results), describe_sampling(evaluation_sampling(recipe)))
 
 
 def play_scripted(recipe: Recipe, prompts: Sequence[Prompt]) -> list[PromptOutcome] | None:

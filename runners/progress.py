@@ -26,7 +26,7 @@ from rich.text import Text
 
 from runners.inspect import series_of
 from runners.report import count, duration, last_line, number, sparkline
-from schemas.metrics import MetricEvent, read_metrics
+from schemas.metrics import MetricEvent, MetricsTail
 from schemas.recipe import Recipe
 from schemas.store import RunStore
 
@@ -198,6 +198,7 @@ class Progress:
 
     def __init__(self, store: RunStore, recipe: Recipe, console: Console, clock: Callable[[], float] = time.monotonic):
         self._store = store
+        self._metrics = MetricsTail(store)
         self._recipe = recipe
         self._console = console
         self._clock = clock
@@ -227,7 +228,7 @@ class Progress:
                 self._console.print(text, markup=False, highlight=False)
 
     def _now(self) -> Snapshot:
-        return snapshot(read_metrics(self._store), self._recipe)
+        return snapshot(self._metrics.read(), self._recipe)
 
     def _show_panel(self) -> None:
         title = f"{self._recipe.name}  {self._store.location}"

@@ -233,9 +233,7 @@ def results_table(results: RunResults) -> RenderableType:
         rows.append(
             [result.label, number(result.total.success), interval_text(result.total.interval), *of_strata, digest]
         )
-    title = (
-        f"Success on {first.prompts} prompts of split {results.split!r}, {first.samples} samples each as in training"
-    )
+    title = f"Success on {first.prompts} prompts of {results.split!r}, {first.samples} samples each, {results.sampled}"
     shown = table(title, ("", "success", "95 % interval", *strata, "weights"), rows)
     return Group("", shown, Text(f"interval: {first.interval.method}", style="dim"))
 

@@ -198,14 +198,38 @@ def read_metrics(store: RunStore, stage: str | None = None) -> list[MetricEvent]
     A torn line is passed over: its writer died, and wrote or will write the event again. Of events with one stage, step
     and element the last counts.
     """
-    keys = store.list("metrics") if stage is None else [run_layout.metrics(stage)]
-    last: dict[tuple[str, int, str], MetricEvent] = {}
-    for key in keys:
-        for line in store.get(key).split(b"\n") if store.exists(key) else ():
+    return MetricsTail(store, stage).read()
+
+
+class MetricsTail:
+    """Reads a run's metrics again and again while they grow, and parses each line once.
+
+    Args:
+      stage: of one stage only; None: of all.
+    """
+
+    def __init__(self, store: RunStore, stage: str | None = None):
+        self._store = store
+        self._stage = stage
+        self._parsed_bytes: dict[str, int] = {}
+        self._last: dict[tuple[str, int, str], MetricEvent] = {}
+
+    def read(self) -> list[MetricEvent]:
+        """As `read_metrics`, of now."""
+        stage = self._stage
+        for key in self._store.list("metrics") if stage is None else [run_layout.metrics(stage)]:
+            if self._store.exists(key):
+                self._parse(key, self._store.get(key))
+        return sorted(self._last.values(), key=lambda event: (event.stage, event.step, _element(event)))
+
+    def _parse(self, key: str, data: bytes) -> None:
+        start = self._parsed_bytes.get(key, 0)
+        for line in data[start:].split(b"\n"):
             event = _event(line)
             if event is not None:
-                last[event.stage, event.step, _element(event)] = event
-    return sorted(last.values(), key=lambda event: (event.stage, event.step, _element(event)))
+                self._last[event.stage, event.step, _element(event)] = event
+        # What stands behind the last line break may still be in the writing; it is looked at again.
+        self._parsed_bytes[key] = data.rfind(b"\n") + 1
 
 
 def _element(event: MetricEvent) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from schemas import run_layout
-from schemas.metrics import METRIC_BY_NAME, METRICS, MetricsWriter, markdown_table, read_metrics
+from schemas.metrics import METRIC_BY_NAME, METRICS, MetricsTail, MetricsWriter, markdown_table, read_metrics
 from schemas.store import RunStore
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -156,3 +156,19 @@ def test_a_torn_line_is_passed_over_wherever_it_is(tmp_path: Path) -> None:
         assert [event.step for event in read_metrics(store)] == [0]
     writer.write(1, {LOSS: 2.0})
     assert [event.step for event in read_metrics(store)] == [0, 1]
+
+
+def test_a_tail_sees_what_was_added_and_a_line_that_was_still_in_the_writing():
+    store = RunStore.in_memory()
+    MetricsWriter(store, "train").write(0, {"trainer/loss": 1.0})
+    tail = MetricsTail(store)
+    assert [event.step for event in tail.read()] == [0]
+    whole = store.get("metrics/train.jsonl")
+    store.put(
+        "metrics/train.jsonl", whole + whole.replace(b'"step":0', b'"step":1').replace(b'"step": 0', b'"step": 1')[:-9]
+    )
+    assert [event.step for event in tail.read()] == [0]
+    store.put(
+        "metrics/train.jsonl", whole + whole.replace(b'"step":0', b'"step":1').replace(b'"step": 0', b'"step": 1')
+    )
+    assert [event.step for event in tail.read()] == [0, 1]
