@@ -1,7 +1,7 @@
 """Prompts: the source of the pipeline, and the one place where the lag bound holds sampling back.
 
 The run is a sequence of positions; position i is element i % elements_per_step of step i // elements_per_step. The
-source claims one position at a time, and only when the policy that would sample it is at most `max_lag` steps old:
+source claims one position after another, each only when the policy that would sample it is at most `max_lag` steps old:
 
     max_lag = 1, policy 3 is the newest:     step 3  admitted     step 4  admitted     step 5  deferred
 
@@ -38,6 +38,10 @@ Admission = Literal["trained", "committed", "deferred", "admitted"]
 
 # FnApiRunner ignores the delay of a deferral and calls again at once; without a short sleep it would spin.
 _DEFERRAL_SECONDS = 0.02
+
+# Positions of one bundle at most. At the end of each bundle Beam waits for a sampling thread, for up to 0.2 s; without
+# an end, runners that never ask for a checkpoint would keep the whole run in one bundle.
+_CLAIMS = 16
 
 
 def admit(step: int, newest_version: int | None, *, max_lag: int, committed: bool) -> Admission:
@@ -134,7 +138,7 @@ class AdmitPrompts(beam.PTransform):
 
 
 class _AdmitPromptsFn(beam.DoFn, RestrictionProvider):
-    """Claims one position, checkpoints itself, returns: the runner interleaves it with the rest of the loop."""
+    """Claims a few positions, checkpoints itself, returns: the runner interleaves it with the rest of the loop."""
 
     def __init__(self, recipe: Recipe, run: str):
         self._recipe = recipe
@@ -170,24 +174,27 @@ class _AdmitPromptsFn(beam.DoFn, RestrictionProvider):
 
     @beam.DoFn.unbounded_per_element()
     def process(self, element: object, tracker=beam.DoFn.RestrictionParam()) -> Iterator[PromptBatch]:  # noqa: B008
-        position, stop = tracker.current_restriction().start, tracker.current_restriction().stop
-        if position == stop:
+        start, stop = tracker.current_restriction().start, tracker.current_restriction().stop
+        if start == stop:
             return
-        shared = self._runtime()
-        step, element_index = divmod(position, self._recipe.rollout.elements_per_step)
-        version = shared.policies.latest()
-        committed = shared.store.exists(run_layout.manifest(step, element_index))
-        admission = admit(step, version, max_lag=self._recipe.rollout.max_lag, committed=committed)
-        if admission == "deferred":
-            self._defer()
-            tracker.defer_remainder(Duration(seconds=_DEFERRAL_SECONDS))
-            return
-        if not tracker.try_claim(position):
-            return
-        count(AdmitPrompts, f"out-{admission}")
-        if admission == "admitted":
-            assert version is not None
-            yield self._begin(shared, step, element_index, version)
+        for position in range(start, min(stop, start + _CLAIMS)):
+            shared = self._runtime()
+            step, element_index = divmod(position, self._recipe.rollout.elements_per_step)
+            version = shared.policies.latest()
+            committed = shared.store.exists(run_layout.manifest(step, element_index))
+            admission = admit(step, version, max_lag=self._recipe.rollout.max_lag, committed=committed)
+            if admission == "deferred":
+                if position == start:
+                    self._defer()
+                tracker.defer_remainder(Duration(seconds=_DEFERRAL_SECONDS))
+                return
+            if not tracker.try_claim(position):
+                return
+            count(AdmitPrompts, f"out-{admission}")
+            if admission == "admitted":
+                assert version is not None
+                # Where the loop is one fused stage, its other stages run here, before the next position is looked at.
+                yield self._begin(shared, step, element_index, version)
         tracker.defer_remainder()
 
     def _defer(self) -> None:

@@ -129,17 +129,26 @@ def test_a_drained_source_claims_nothing_more(shared: Runtime) -> None:
 def test_the_source_travels_to_a_worker_without_what_it_shares_there(shared: Runtime) -> None:
     publish_up_to(shared, 0)
     there = pickler.loads(pickler.dumps(source_of(shared)))
-    assert [batch.element_index for batch in call_once(there, OffsetRange(0, 8))[0]] == [0]
+    assert [batch.element_index for batch in call_once(there, OffsetRange(0, 8))[0]] == [0, 1, 0, 1]
 
 
 # Claims
 
 
-def test_one_call_claims_one_position_and_gives_the_rest_back(shared: Runtime) -> None:
+def test_one_call_claims_what_the_lag_bound_allows_and_gives_the_rest_back(shared: Runtime) -> None:
     publish_up_to(shared, 0)
     emitted, rest = call_once(source_of(shared), OffsetRange(0, 8))
-    assert [(batch.step, batch.element_index, batch.policy_version) for batch in emitted] == [(0, 0, 0)]
-    assert rest == OffsetRange(1, 8)
+    claimed = [(batch.step, batch.element_index, batch.policy_version) for batch in emitted]
+    assert claimed == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
+    assert rest == OffsetRange(4, 8)
+
+
+def test_one_call_ends_after_a_few_claims(shared: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.prompts.source._CLAIMS", 3)
+    publish_up_to(shared, 0)
+    emitted, rest = call_once(source_of(shared), OffsetRange(0, 8))
+    assert len(emitted) == 3
+    assert rest == OffsetRange(3, 8)
 
 
 def test_a_deferred_position_is_not_claimed_and_the_wait_is_told_with_the_element_it_was_for(shared: Runtime) -> None:
