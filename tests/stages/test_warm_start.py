@@ -45,25 +45,25 @@ def demonstrated(**rollout_or_sampling: dict[str, int]) -> str | None:
 
 
 def test_a_demonstration_is_the_conversation_with_only_its_answers_trained() -> None:
-    assert demonstrated() == "^aHH\ndHH\nghG\na[D]d[D]g[R]h[R]"
+    assert demonstrated() == "^aⓑⓒ\ndⓔⓕ\nghi*\na[D]d[D]g[R]h[R]"
 
 
 def test_an_answer_that_may_be_longer_is_ended_by_eos() -> None:
     assert demonstrated(sampling={"answer_tokens": 2}) == (
-        "^aHH\ndHH\nghG\na[D][<eos>]d[D][<eos>]g[R][<eos>]h[R][<eos>]"
+        "^aⓑⓒ\ndⓔⓕ\nghi*\na[D][<eos>]d[D][<eos>]g[R][<eos>]h[R][<eos>]"
     )
 
 
 def test_a_demonstration_ends_where_no_answer_has_room_any_more() -> None:
     # D d D g: four tokens, and the next answer would be the fifth.
-    assert demonstrated(rollout={"branch_tokens": 4}) == "^aHH\ndHH\nghG\na[D]d[D]"
-    assert demonstrated(rollout={"branch_tokens": 5}) == "^aHH\ndHH\nghG\na[D]d[D]g[R]"
-    assert demonstrated(rollout={"max_turns": 1}) == "^aHH\ndHH\nghG\na[D]"
+    assert demonstrated(rollout={"branch_tokens": 4}) == "^aⓑⓒ\ndⓔⓕ\nghi*\na[D]d[D]"
+    assert demonstrated(rollout={"branch_tokens": 5}) == "^aⓑⓒ\ndⓔⓕ\nghi*\na[D]d[D]g[R]"
+    assert demonstrated(rollout={"max_turns": 1}) == "^aⓑⓒ\ndⓔⓕ\nghi*\na[D]"
 
 
 def test_a_prompt_that_is_too_long_is_not_demonstrated() -> None:
-    assert demonstrated(rollout={"prompt_tokens": 14}) == "^aHH\ndHH\nghG\na[D]d[D]g[R]h[R]"
-    assert demonstrated(rollout={"prompt_tokens": 13}) is None
+    assert demonstrated(rollout={"prompt_tokens": 15}) == "^aⓑⓒ\ndⓔⓕ\nghi*\na[D]d[D]g[R]h[R]"
+    assert demonstrated(rollout={"prompt_tokens": 14}) is None
 
 
 def test_demonstrations_are_of_training_prompts_as_many_as_asked_for_and_the_same_each_time(tmp_path: Path) -> None:
