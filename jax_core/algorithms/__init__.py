@@ -20,8 +20,8 @@ the loss is a plain sum, and no micro-batch split and no packing can change it.
 A sample whose advantage is 0 has no gradient under any objective. So a group has nothing to teach exactly when all its
 advantages are 0; under `reinforce`, a group of equal rewards other than 0 does teach.
 
-Left out on purpose: KL penalties and reference policies, critics and GAE, entropy bonuses, sequence-level ratios
-(GSPO), preference losses.
+Left out on purpose: KL penalties and reference policies, critics and GAE, sequence-level ratios (GSPO), preference
+losses. An entropy bonus is no member of these families: the trainer takes it off each token's loss.
 """
 
 from jax_core.algorithms.advantages import ADVANTAGES, advantages_of

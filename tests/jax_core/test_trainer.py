@@ -77,6 +77,26 @@ def test_a_group_of_equal_rewards_trains_nothing_and_leaves_the_denominator():
     assert abs(counted[0]) < abs(loss_and_gradient(mixed)[0])
 
 
+def test_an_entropy_bonus_is_so_much_less_loss_and_raises_the_entropy():
+    contents = [content(random_groups(np.random.default_rng(9)))]
+    trainer = {bonus: Trainer(CONFIG, recipe(algorithm={"entropy_bonus": bonus})) for bonus in (0.0, 0.5)}
+    start = trainer[0.0].init(params())
+    metrics = {bonus: one.update(start, contents)[1] for bonus, one in trainer.items()}
+    # Under token_mean every trained token weighs the same, so the weighted entropy is the mean that is reported.
+    entropy = metrics[0.0]["trainer/entropy_nats/mean"]
+    assert entropy > 0.1
+    np.testing.assert_allclose(
+        metrics[0.5]["trainer/loss"], metrics[0.0]["trainer/loss"] - 0.5 * entropy, rtol=1e-4, atol=1e-5
+    )
+    after = {}
+    for bonus, one in trainer.items():
+        state = start
+        for _ in range(5):
+            state, seen = one.update(state, contents)
+        after[bonus] = seen["trainer/entropy_nats/mean"]
+    assert after[0.5] > after[0.0]
+
+
 def test_a_tombstone_counts_in_its_group_and_trains_nothing():
     groups = random_groups(np.random.default_rng(4), groups=1, samples=5)
     failed = [(tombstone(groups[0][0][0], "it broke"), 0.0), *groups[0][1:]]
