@@ -46,7 +46,8 @@ def bare_loop(shared: Runtime, recipe: Recipe) -> None:
                 rolled, REWARDS[recipe.task.reward], recipe.task.reward_seconds_limit, run_seed=recipe.seed
             )
             grouped = group(scored, samples=recipe.rollout.samples_per_prompt)
-            commit_shard(shared.store, pack(grouped, row_tokens=recipe.trainer.row_tokens), shared.run_id)
+            packed = pack(grouped, row_tokens=recipe.trainer.row_tokens)
+            shared.recent_shards.put(commit_shard(shared.store, packed, shared.run_id).manifest.sha256, packed)
         train_ready_steps(shared)
 
 

@@ -28,6 +28,7 @@ from schemas.recipe_io import recipe_to_json
 from schemas.records import SamplingRecord
 from schemas.store import RunStore
 from stages.prompts.datasets import PromptData, open_prompts
+from stages.shards import RecentContents
 
 if TYPE_CHECKING:
     from stages.train import StepReport
@@ -72,6 +73,7 @@ class Runtime:
       after_step: called in order with each StepReport, on the trainer's thread, once the step's policy is published.
       train_state: the trainer's weights and optimizer state after its last step; None before the first one.
       train_lock: held by whoever trains.
+      recent_shards: what this process committed and no trainer has taken yet.
     """
 
     def __init__(self, run: str | Path, recipe: Recipe):
@@ -84,6 +86,7 @@ class Runtime:
         self.after_warm_start: list[Callable[[PolicyCommit], None]] = []
         self.after_step: list[Callable[[StepReport], None]] = []
         self.train_lock = threading.Lock()
+        self.recent_shards = RecentContents()
         self.train_state: TrainState | None = None
         self.idle_since = time.monotonic()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -149,8 +150,47 @@ def _foreign(offender: str, theirs: str, ours: str) -> UserError:
     )
 
 
-def read_shard(store: RunStore, manifest: ShardManifest) -> ShardContent:
+class RecentContents:
+    """What this process committed last, by the SHA-256 of the file, so that a trainer beside it need not decode it again.
+
+    Each content is given out once, and the oldest goes when there are more than `most`: it is a short cut, never a
+    second truth. The file is still read and its digest compared before its content is taken from here.
+    """
+
+    def __init__(self, most: int = 8):
+        self._most = most
+        self._contents: dict[str, ShardContent] = {}
+        self._lock = threading.Lock()
+
+    def put(self, sha256: str, packed: PackedBatch) -> None:
+        with self._lock:
+            self._contents[sha256] = content_of(packed)
+            while len(self._contents) > self._most:
+                del self._contents[next(iter(self._contents))]
+
+    def take(self, sha256: str) -> ShardContent | None:
+        with self._lock:
+            return self._contents.pop(sha256, None)
+
+
+def content_of(packed: PackedBatch) -> ShardContent:
+    """What reading the shard of a batch gives back, up to Python's types of lists and tuples in facts."""
+    return ShardContent(
+        step=packed.prompts.step,
+        element_index=packed.prompts.element_index,
+        groups=packed.groups,
+        placements=packed.placements,
+        row_tokens=packed.row_tokens,
+        rows=packed.rows,
+    )
+
+
+def read_shard(store: RunStore, manifest: ShardManifest, recent: RecentContents | None = None) -> ShardContent:
     """The shard that a manifest names, whole and verified, or nothing of it.
+
+    Args:
+      recent: where the content of a file that this process wrote may still be; the file's bytes are verified all the
+        same.
 
     Raises:
       DamagedDataError: the file is gone, torn, altered, newer than this reader, or not what the manifest says.
@@ -163,6 +203,8 @@ def read_shard(store: RunStore, manifest: ShardManifest) -> ShardContent:
         raise _damaged(manifest, f"has {len(data)} bytes, and its manifest says {manifest.bytes}.")
     if hashlib.sha256(data).hexdigest() != manifest.sha256:
         raise _damaged(manifest, f"its SHA-256 is not {manifest.sha256}, so it was altered.")
+    if recent is not None and (content := recent.take(manifest.sha256)) is not None:
+        return content
     table = trajectory.from_bytes(data, name=manifest.key)
     try:
         trajectory.validate(table)
@@ -344,16 +386,22 @@ class WriteShards(beam.PTransform):
     run: str
 
     def expand(self, batches: beam.PCollection[PackedBatch]) -> beam.PCollection[ShardManifest]:
-        do = beam.ParDo(_WriteShardFn(self.run))
+        do = beam.ParDo(_WriteShardFn(self.recipe, self.run))
         return batches | "WriteShard" >> do.with_output_types(ShardManifest)
 
 
 class _WriteShardFn(beam.DoFn):
-    def __init__(self, run: str):
+    def __init__(self, recipe: Recipe, run: str):
+        self._recipe = recipe
         self._run = run
 
     def setup(self) -> None:
-        self._store = RunStore.open(self._run)
+        # Here and not above: whoever only builds the graph must not load the accelerator's library.
+        from stages.runtime import runtime
+
+        shared = runtime(self._run, self._recipe)
+        self._store = shared.store
+        self._recent = shared.recent_shards
         self._metrics = MetricsWriter(self._store, "shards")
 
     def process(self, packed: PackedBatch) -> Iterator[ShardManifest]:
@@ -363,6 +411,8 @@ class _WriteShardFn(beam.DoFn):
         manifest, data = prepare_shard(packed, packed.prompts.run_id)
         self._measure(packed, ShardCommit(manifest, "written"), time.perf_counter() - started)
         commit = commit_prepared(self._store, manifest, data)
+        if commit.outcome == "written":
+            self._recent.put(manifest.sha256, packed)
         self._measure(packed, commit, time.perf_counter() - started)
         count(WriteShards, commit.outcome.replace("_", "-"))
         count(WriteShards, "out-bytes", commit.manifest.bytes if commit.outcome == "written" else 0)

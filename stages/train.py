@@ -239,7 +239,7 @@ def _examine(shared: Runtime, step: int, manifest_key: str) -> tuple[ShardManife
         manifest = read_manifest(shared.store, manifest_key)
         _refuse_foreign(shared, manifest_key, manifest)
         key = manifest.key
-        return manifest, read_shard(shared.store, manifest)
+        return manifest, read_shard(shared.store, manifest, shared.recent_shards)
     except DamagedDataError as error:
         if shared.recipe.trainer.damaged_shards == "refuse":
             raise

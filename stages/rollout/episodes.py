@@ -25,7 +25,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -149,18 +150,17 @@ def split_in_cohorts(prompts: int, cohorts: int) -> list[range]:
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-@dataclass(frozen=True, eq=False)
-class Segment:
-    """Tokens that one side wrote in one go."""
+class Segment(NamedTuple):
+    """Tokens that one side wrote in one go; lists, because segments are short and many."""
 
     role: Role
-    tokens: np.ndarray  # int32 [n]
-    logprobs: np.ndarray  # float32 [n], zeros unless the policy wrote them
+    tokens: list[int]  # [n]
+    logprobs: list[float]  # [n], zeros unless the policy wrote them; float32 numbers, which Python's hold exactly
     seconds: float
 
 
 def written_by_others(role: Role, tokens: np.ndarray, seconds: float) -> Segment:
-    return Segment(role, tokens, np.zeros(len(tokens), np.float32), seconds)
+    return Segment(role, tokens.tolist(), [0.0] * len(tokens), seconds)
 
 
 class HeldEnvironment:
@@ -326,18 +326,16 @@ def finish_episode(
 
 def join_segments(segments: Sequence[Segment]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """tokens int32 [T], loss_mask bool [T], sampler_logprobs float32 [T] of segments one after another; read-only."""
-    if not segments:
-        return NO_TOKENS, np.zeros(0, np.bool_), np.zeros(0, np.float32)
-    tokens = np.concatenate([segment.tokens for segment in segments]).astype(np.int32, copy=False)
-    mask = np.concatenate([np.full(len(segment.tokens), segment.role == "policy") for segment in segments])
-    logprobs = np.concatenate([segment.logprobs for segment in segments]).astype(np.float32, copy=False)
+    tokens = np.array([token for segment in segments for token in segment.tokens], np.int32)
+    mask = np.array([segment.role == "policy" for segment in segments for _ in segment.tokens], np.bool_)
+    logprobs = np.array([logprob for segment in segments for logprob in segment.logprobs], np.float32)
     for array in (tokens, mask, logprobs):
         array.setflags(write=False)  # reward functions get these, and one that hangs may still hold them
     return tokens, mask, logprobs
 
 
 def lay_turns(segments: Sequence[Segment]) -> tuple[Turn, ...]:
-    ends = np.cumsum([len(segment.tokens) for segment in segments]).tolist()
+    ends = list(accumulate(len(segment.tokens) for segment in segments))
     return tuple(
         Turn(segment.role, end - len(segment.tokens), end, segment.seconds)
         for segment, end in zip(segments, ends, strict=True)
@@ -469,14 +467,14 @@ class _Cohort:
         episode.answers += 1
         episode.pending = NO_TOKENS
         # The tokens of a bad answer are kept for whoever looks into it; a tombstone has no log-probabilities.
-        kept = np.zeros(len(tokens), np.float32) if problem else logprobs
-        episode.append(Segment("policy", tokens, kept, seconds))
+        kept = [0.0] * len(tokens) if problem else logprobs.tolist()
+        episode.append(Segment("policy", tokens.tolist(), kept, seconds))
         if problem:
             episode.fail(f"answer {episode.answers - 1}: {problem}")
 
     def _step(self, episodes: Sequence[Episode]) -> None:
         # Decoding only gives the environment something to read; the tokens stay as they were sampled.
-        texts = {episode: self._tokenizer.decode(episode.segments[-1].tokens.tolist()) for episode in episodes}
+        texts = {episode: self._tokenizer.decode(episode.segments[-1].tokens) for episode in episodes}
         for episode, outcome in self._each("step", episodes, lambda e: e.environment.step(texts[e])):
             self._take_transition(episode, outcome.result, outcome.seconds)
 

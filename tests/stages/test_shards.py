@@ -27,6 +27,7 @@ from schemas.store import RunStore
 from stages.group import GroupByPrompt, group
 from stages.pack import Pack, pack
 from stages.shards import (
+    RecentContents,
     WriteShards,
     commit_shard,
     committed_elements,
@@ -332,6 +333,31 @@ def test_a_damaged_shard_is_named_and_nothing_of_it_is_read(store, damage: Calla
     with pytest.raises(DamagedDataError) as error:
         read_shard(store, manifest)
     assert error.value.offender == manifest.key
+
+
+def test_what_a_process_still_holds_of_its_own_shard_is_what_reading_gives(store):
+    manifest, recent = write_shard(store, packed(), RUN), RecentContents()
+    recent.put(manifest.sha256, packed())
+    at_hand = read_shard(store, manifest, recent)
+    read = read_shard(store, manifest, recent)  # given out once, so this one is decoded
+    assert at_hand.groups[0].samples[0].rollout.tokens.base is not read.groups[0].samples[0].rollout.tokens.base
+    assert_same_content(at_hand, packed())
+    assert_same_content(read, packed())
+
+
+def test_a_damaged_shard_is_named_though_its_content_is_still_held(store):
+    manifest, recent = write_shard(store, packed(), RUN), RecentContents()
+    recent.put(manifest.sha256, packed())
+    store.put(manifest.key, bytes([store.get(manifest.key)[0] ^ 1]) + store.get(manifest.key)[1:])
+    with pytest.raises(DamagedDataError):
+        read_shard(store, manifest, recent)
+
+
+def test_of_contents_still_held_the_oldest_goes_first(store):
+    recent = RecentContents(most=2)
+    for sha256 in ("a", "b", "c"):
+        recent.put(sha256, packed())
+    assert [recent.take(sha256) is not None for sha256 in ("a", "b", "c", "c")] == [False, True, True, False]
 
 
 def test_a_truncated_shard_says_how_long_it_is_and_should_be(store):

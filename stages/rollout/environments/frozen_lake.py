@@ -124,7 +124,7 @@ class FrozenLake:
         self._optimal_steps = shortest_path_length(rows)
         self._steps = self._invalid_answers = 0
         self._return = 0.0
-        return "^" + "\n".join(_named_rows(rows, self._options.names_grid)) + "\n" + self._position_name()
+        return f"^{_named_map(rows, self._options.names_grid)}\n{self._position_name()}"
 
     def step(self, answer: str) -> Transition:
         if self._lake is None:
@@ -203,6 +203,7 @@ def _refuse_larger(prompt: Prompt, rows: Rows, names_grid: int) -> None:
     )
 
 
+@functools.lru_cache(maxsize=1024)
 def _map_fault(text: str) -> str | None:
     rows = text.split("\n")
     if len({len(row) for row in rows}) != 1:
@@ -214,9 +215,14 @@ def _map_fault(text: str) -> str | None:
     return None
 
 
-def _named_rows(rows: Rows, names_grid: int) -> list[str]:
+# What follows from a map alone is kept for the other samples of its prompt: all are read-only.
+
+
+@functools.lru_cache(maxsize=1024)
+def _named_map(rows: Rows, names_grid: int) -> str:
     """The map as a prompt shows it."""
-    return ["".join(_shown(letter, (r, c), names_grid) for c, letter in enumerate(row)) for r, row in enumerate(rows)]
+    named = [[_shown(letter, (r, c), names_grid) for c, letter in enumerate(row)] for r, row in enumerate(rows)]
+    return "\n".join("".join(row) for row in named)
 
 
 def _shown(letter: str, cell: Cell, names_grid: int) -> str:
@@ -235,6 +241,7 @@ def _lake_of(rows: Rows, slippery: bool) -> FrozenLakeEnv:
     return FrozenLakeEnv(desc=list(rows), is_slippery=slippery)
 
 
+@functools.lru_cache(maxsize=1024)
 def shortest_path_length(rows: Rows) -> int | None:
     """Moves of a shortest path from S to the nearest G around the holes; None if there is no path."""
     return _distances(rows).get(_start(rows))
