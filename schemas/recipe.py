@@ -58,6 +58,9 @@ class ModelSection(Section):
         "none",
         description="what a gradient computes again to save memory: nothing, whole blocks, or all but matrix products",
     )
+    router_balance: Annotated[float, Field(ge=0.0)] = Field(
+        0.0, description="weight of the load-balancing loss of a mixture of experts; 0: none"
+    )
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> ModelSection:

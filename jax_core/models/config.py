@@ -19,6 +19,11 @@ Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "blocks", "dots"]
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 
+_SHAPE = {
+    *("layers", "width", "heads", "kv_heads", "head_width", "mlp_width"),
+    *("rope_theta", "norm_epsilon", "tied_head"),
+}
+
 
 @dataclass(frozen=True)
 class LinearScaling:
@@ -157,6 +162,7 @@ class ModelConfig:
     parameters_dtype: Dtype = "float32"
     compute_dtype: Dtype = "float32"  # of activations and caches; norms, softmax, router and logits are float32
     remat: Remat = "none"  # what the backward pass computes again
+    router_balance: float = 0.0  # weight of the routers' load-balancing loss in training
 
     @property
     def layers(self) -> int:
@@ -184,16 +190,17 @@ class ModelConfig:
     @classmethod
     def from_recipe(cls, section: ModelSection, vocab_size: int) -> ModelConfig:
         """The model of a recipe without a checkpoint: random weights in the section's shape."""
-        shape = section.model_dump(exclude={"family", "checkpoint", "parameters_dtype", "compute_dtype", "remat"})
+        shape = section.model_dump(include=_SHAPE)
         return cls.llama(vocab_size, **shape).with_recipe(section)
 
     def with_recipe(self, section: ModelSection) -> ModelConfig:
-        """This model with the dtypes and the remat policy of a recipe, which no checkpoint decides."""
+        """This model with what a recipe decides, and no checkpoint: dtypes, remat policy, the routers' balance."""
         return replace(
             self,
             parameters_dtype=section.parameters_dtype,
             compute_dtype=section.compute_dtype,
             remat=section.remat,
+            router_balance=section.router_balance,
         )
 
 

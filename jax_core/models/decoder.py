@@ -76,7 +76,7 @@ class Attention(nnx.Module):
 
 
 class LatentAttention(nnx.Module):
-    """Multi-head latent attention (DeepSeek-AI 2024, section 2.1.1), with the up-projections of keys and values absorbed.
+    """Multi-head latent attention (DeepSeek-AI 2024, section 2.1.1), the up-projections of keys and values absorbed.
 
     The score q . (W_uk c) is (W_uk^T q) . c, so the latent c is all that a cache keeps, and attention is that of many
     queries on one key head; mixing values is mixing latents, projected up once.
@@ -218,7 +218,7 @@ class Decoder(nnx.Module):
                     made.append(out)
                 return carry, tuple(made)
 
-            # Unrolled, a shallow model runs faster (a third of an update, on CPU); a deep one would compile for minutes.
+            # Unrolled, a shallow model runs faster (a third of an update, on CPU); a deep one compiles for minutes.
             unroll = stack.repeats == 1 or self.config.layers <= _UNROLLED_LAYERS
             weights = tuple(weights for _, weights in parts)
             carry, made = jax.lax.scan(body, carry, (weights, given), length=stack.repeats, unroll=unroll)

@@ -122,6 +122,11 @@ def grouped_matmul(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Ar
     return jax.lax.ragged_dot(x, weights, sizes)
 
 
+def empty_load(layers: int, experts: int) -> Load:
+    """Of no tokens. Four arrays, since a caller may donate them."""
+    return Load(jnp.zeros(layers), jnp.zeros((layers, experts)), jnp.zeros((layers, experts)), jnp.zeros(layers))
+
+
 def load_of(routing: Routing, mask: jax.Array) -> Load:
     """Sums over the tokens where `mask` bool [...] is True."""
     counted = mask[..., None].astype(jnp.float32)

@@ -185,7 +185,7 @@ def packed_with_loads(
     segments: jax.Array,
     positions: jax.Array,
 ) -> tuple[jax.Array, tuple[Load, ...]]:
-    """As `packed`, and what the routers did with the real tokens: of each slot with experts, stacked over its layers."""
+    """As `packed`, and what the routers did with the real tokens: of each slot with experts, over its layers."""
     p, padded = prompts.shape
     length = tokens.shape[1]
     prompt_positions = jnp.broadcast_to(jnp.arange(padded), (p, padded))

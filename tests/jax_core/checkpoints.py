@@ -76,7 +76,9 @@ def random_checkpoint(config_json: Mapping[str, Any], seed: int = 0) -> tuple[Mo
 def logits(config: ModelConfig, params: Params, rows: list[np.ndarray], prompt_length: int = 0) -> list[np.ndarray]:
     """Logits [T, V] of each sequence behind its first `prompt_length` tokens, all in one padded batch."""
     longest = max(len(row) for row in rows)
-    prompts = np.stack([np.resize(row[:prompt_length], max(prompt_length, 1)) if prompt_length else [0] for row in rows])
+    prompts = np.stack(
+        [np.resize(row[:prompt_length], max(prompt_length, 1)) if prompt_length else [0] for row in rows]
+    )
     tokens = np.zeros((len(rows), longest - prompt_length), np.int32)
     segments = np.zeros_like(tokens)
     for i, row in enumerate(rows):

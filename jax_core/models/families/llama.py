@@ -81,7 +81,9 @@ def read_qwen3_moe(fields: Fields) -> ModelConfig:
     for layer, has_window in enumerate(windowed):
         attention = _qwen3_attention(fields, _window(window, has_window))
         is_sparse = experts.experts > 0 and layer not in dense_layers and (layer + 1) % sparse_step == 0
-        blocks.append(BlockConfig(attention, experts=experts) if is_sparse else BlockConfig(attention, dense_mlp(fields)))
+        blocks.append(
+            BlockConfig(attention, experts=experts) if is_sparse else BlockConfig(attention, dense_mlp(fields))
+        )
     return model_of(fields, "qwen3_moe", blocks)
 
 
@@ -144,7 +146,9 @@ def grouped_query(
 def checked(attention: AttentionConfig) -> AttentionConfig:
     shape = f"num_attention_heads = {attention.heads}, num_key_value_heads = {attention.kv_heads}"
     require(attention.kv_heads > 0 and attention.heads % attention.kv_heads == 0, shape, "do not divide.")
-    require(attention.head_width % 2 == 0, f"head_dim = {attention.head_width}", "is odd: RoPE turns pairs of channels.")
+    require(
+        attention.head_width % 2 == 0, f"head_dim = {attention.head_width}", "is odd: RoPE turns pairs of channels."
+    )
     return attention
 
 
@@ -184,27 +188,35 @@ def write_qwen(config: ModelConfig) -> dict[str, Any]:
 
 def write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
     experts = next(block.experts for block in config.blocks if block.experts)
-    return {"intermediate_size": experts.width} | write_qwen(config) | {
-        "hidden_act": ACTIVATION_NAMES[experts.activation],
-        "num_experts": experts.experts,
-        "num_experts_per_tok": experts.per_token,
-        "moe_intermediate_size": experts.width,
-        "norm_topk_prob": experts.normalize,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [layer for layer, block in enumerate(config.blocks) if block.experts is None],
-    }
+    return (
+        {"intermediate_size": experts.width}
+        | write_qwen(config)
+        | {
+            "hidden_act": ACTIVATION_NAMES[experts.activation],
+            "num_experts": experts.experts,
+            "num_experts_per_tok": experts.per_token,
+            "moe_intermediate_size": experts.width,
+            "norm_topk_prob": experts.normalize,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [layer for layer, block in enumerate(config.blocks) if block.experts is None],
+        }
+    )
 
 
 def write_mixtral(config: ModelConfig) -> dict[str, Any]:
     attention, experts = config.blocks[0].attention, config.blocks[0].experts
     assert experts is not None
-    return attention_fields(attention) | rope_fields(attention.rope) | {
-        "intermediate_size": experts.width,
-        "hidden_act": ACTIVATION_NAMES[experts.activation],
-        "num_local_experts": experts.experts,
-        "num_experts_per_tok": experts.per_token,
-        "sliding_window": attention.window,
-    }
+    return (
+        attention_fields(attention)
+        | rope_fields(attention.rope)
+        | {
+            "intermediate_size": experts.width,
+            "hidden_act": ACTIVATION_NAMES[experts.activation],
+            "num_local_experts": experts.experts,
+            "num_experts_per_tok": experts.per_token,
+            "sliding_window": attention.window,
+        }
+    )
 
 
 def attention_fields(attention: AttentionConfig) -> dict[str, Any]:
