@@ -4,7 +4,7 @@ The host decides what is trained and how much each token weighs (`rows.py`, `alg
 loss and gradient over micro-batches of one shape; a second one applies the sum. Nothing is averaged on the way, so
 nothing depends on where the cuts fall.
 
-Left out: several epochs over one step, a reference policy, several devices, dtypes other than float32.
+Left out: several epochs over one step, a reference policy, several devices, an optimizer state of a dtype of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import optax
 from jax_core.algorithms import OBJECTIVES, REDUCTIONS, advantages_of, importance_ratio, is_clipped
 from jax_core.models.config import ModelConfig
 from jax_core.models.decoder import Params, bind
-from jax_core.models.passes import packed
+from jax_core.models.experts import Load, balance_loss, empty_load
+from jax_core.models.passes import packed_with_loads
+from jax_core.models.stacks import slot_blocks
 from jax_core.optimizer import learning_rate, make_optimizer
 from jax_core.rows import MicroBatch, Row, all_groups, group_rows, micro_batches, trained_tokens
 from schemas.recipe import AlgorithmSection, OptimizerSection, Recipe
@@ -82,7 +84,8 @@ class Trainer:
         gradient, sums, batches = self._gradient(state.params, plan.rows)
         section = self.recipe.trainer.optimizer
         params, opt_state, norm = apply_update(section, state.params, state.opt_state, gradient, rate)
-        measured = _measurements({name: float(value) for name, value in sums.items()})
+        measured = _measurements({name: float(sums[name]) for name in _SUMS})
+        measured |= _router_measurements(self.config, sums["routers"])
         counted |= measured | {"trainer/grad_norm": float(norm), "trainer/micro_batches": batches}
         return TrainState(params, opt_state, state.step + 1), counted
 
@@ -103,9 +106,9 @@ class Trainer:
                 logprobs[sampled] = row[sampled - prompt_length + offset]
         return [logprobs for logprobs, _, _ in scored]
 
-    def _gradient(self, params: Params, rows: Sequence[Row]) -> tuple[Params, dict[str, jax.Array], int]:
+    def _gradient(self, params: Params, rows: Sequence[Row]) -> tuple[Params, dict[str, Any], int]:
         gradient = jax.tree.map(jnp.zeros_like, params)
-        sums = {name: jnp.float32(0.0) for name in _SUMS}
+        sums = _no_sums(self.config)
         static = (self.config, self.recipe.algorithm, self.recipe.sampling.temperature)
         batches = 0
         for batch in self._micro_batches(rows):
@@ -194,10 +197,36 @@ def _measurements(sums: dict[str, float]) -> dict[str, float]:
     }
 
 
-def _all_logprobs(config: ModelConfig, temperature: float, params: Params, batch: MicroBatch[jax.Array]) -> jax.Array:
-    """Log-probs [B, L, V] of every next token, at the temperature that the sampler drew with."""
+def _no_sums(config: ModelConfig) -> dict[str, Any]:
+    experts = [(layers, block.experts.experts) for block, layers in slot_blocks(config) if block.experts]
+    routers = tuple(empty_load(*shape) for shape in experts)  # one a slot with experts, over its layers
+    return {name: jnp.float32(0.0) for name in _SUMS} | {"routers": routers}
+
+
+def _router_measurements(config: ModelConfig, routers: Sequence[Load]) -> dict[str, float]:
+    """Of models with experts; over all tokens that the step computed, prompts and environment text included."""
+    if not routers:
+        return {}
+    loads = [np.asarray(load.chosen) for load in routers]  # [layers, E]
+    relative = np.concatenate([(load / np.maximum(load.mean(-1, keepdims=True), 1e-9)).ravel() for load in loads])
+    tokens = sum(float(load.tokens.sum()) for load in routers)
+    per_token = next(block.experts.per_token for block in config.blocks if block.experts)
+    layers = sum(len(load) for load in loads)
+    return {
+        "trainer/router_load/max": float(relative.max()),
+        "trainer/router_load/min": float(relative.min()),
+        "trainer/router_entropy_nats/mean": sum(float(load.entropy.sum()) for load in routers) / max(tokens, 1.0),
+        "trainer/router_balance/mean": sum(float(balance_loss(load).sum()) for load in routers) / layers,
+        "trainer/router_dropped_tokens": tokens * per_token - sum(float(load.sum()) for load in loads),
+    }
+
+
+def _all_logprobs(
+    config: ModelConfig, temperature: float, params: Params, batch: MicroBatch[jax.Array]
+) -> tuple[jax.Array, tuple[Load, ...]]:
+    """Log-probs [B, L, V] of every next token, at the temperature of the sampler, and the routers' loads."""
     model = bind(config, params)
-    hidden = packed(
+    hidden, routers = packed_with_loads(
         model,
         batch.prompts,
         batch.prompt_lengths,
@@ -206,7 +235,7 @@ def _all_logprobs(config: ModelConfig, temperature: float, params: Params, batch
         batch.segments,
         batch.positions,
     )
-    return jax.nn.log_softmax(model.logits(hidden) / temperature)
+    return jax.nn.log_softmax(model.logits(hidden) / temperature), routers
 
 
 def _of_targets(all_logprobs: jax.Array, batch: MicroBatch[jax.Array]) -> jax.Array:
@@ -215,7 +244,7 @@ def _of_targets(all_logprobs: jax.Array, batch: MicroBatch[jax.Array]) -> jax.Ar
 
 def target_logprobs(config: ModelConfig, temperature: float, params: Params, batch: MicroBatch[jax.Array]) -> jax.Array:
     """Log-probs [B, L], nats, of each row's targets; finite but meaningless on padding."""
-    return _of_targets(_all_logprobs(config, temperature, params, batch), batch)
+    return _of_targets(_all_logprobs(config, temperature, params, batch)[0], batch)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -225,9 +254,12 @@ def _score(config: ModelConfig, temperature: float, params: Params, batch: Micro
 
 def _loss(
     config: ModelConfig, algorithm: AlgorithmSection, temperature: float, params: Params, batch: MicroBatch[jax.Array]
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """This micro-batch's part of the step's loss, sum_t weight_t L_t, and its part of the metrics' sums."""
-    all_logprobs = _all_logprobs(config, temperature, params, batch)
+) -> tuple[jax.Array, dict[str, Any]]:
+    """This micro-batch's part of the step's loss, sum_t weight_t L_t, and its part of the metrics' sums.
+
+    The routers' balance is not a sum over tokens: that of each micro-batch counts by the weight of its tokens.
+    """
+    all_logprobs, routers = _all_logprobs(config, temperature, params, batch)
     logprobs = _of_targets(all_logprobs, batch)
     tokens = (logprobs, batch.sampler_logprobs, batch.advantages, batch.mask)
     low, high = algorithm.clip_low, algorithm.clip_high
@@ -235,6 +267,9 @@ def _loss(
     entropy = jnp.where(mask, -jnp.sum(jnp.exp(all_logprobs) * all_logprobs, axis=-1), 0.0)
     losses = OBJECTIVES[algorithm.objective](*tokens, clip_low=low, clip_high=high) - algorithm.entropy_bonus * entropy
     loss = jnp.sum(batch.weights * losses)
+    if routers and config.router_balance:
+        balance = jnp.mean(jnp.concatenate([balance_loss(load) for load in routers]))
+        loss = loss + config.router_balance * jnp.sum(batch.weights) * balance
     ratio = importance_ratio(logprobs, batch.sampler_logprobs, mask)
     gap = jnp.where(mask, jnp.abs(logprobs - batch.sampler_logprobs), 0.0)
     sums = {
@@ -246,6 +281,7 @@ def _loss(
         "gap": jnp.sum(gap),
         "gap_max": jnp.max(gap),
         "ratio_max": jnp.max(jnp.where(mask, ratio, 0.0)),
+        "routers": jax.lax.stop_gradient(routers),
     }
     return loss, sums
 
@@ -257,13 +293,13 @@ def _accumulate(
     temperature: float,
     params: Params,
     gradient: Params,
-    sums: dict[str, jax.Array],
+    sums: dict[str, Any],
     batch: MicroBatch[jax.Array],
-) -> tuple[Params, dict[str, jax.Array]]:
+) -> tuple[Params, dict[str, Any]]:
     part, found = jax.grad(partial(_loss, config, algorithm, temperature), has_aux=True)(params, batch)
     gradient = jax.tree.map(jnp.add, gradient, part)
-    merge = {name: jnp.maximum if name.endswith("_max") else jnp.add for name in _SUMS}
-    return gradient, {name: merge[name](sums[name], found[name]) for name in _SUMS}
+    merge = {name: jnp.maximum if name.endswith("_max") else jnp.add for name in sums}
+    return gradient, {name: jax.tree.map(merge[name], sums[name], found[name]) for name in sums}
 
 
 @partial(jax.jit, static_argnums=0)
