@@ -151,7 +151,7 @@ def _foreign(offender: str, theirs: str, ours: str) -> UserError:
 
 
 class RecentContents:
-    """What this process committed last, by the SHA-256 of the file, so that a trainer beside it need not decode it again.
+    """What this process committed last, by the SHA-256 of the file, so that a trainer beside it need not decode it.
 
     Each content is given out once, and the oldest goes when there are more than `most`: it is a short cut, never a
     second truth. The file is still read and its digest compared before its content is taken from here.
