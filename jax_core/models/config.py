@@ -24,4 +24,4 @@ class ModelConfig:
 
     @classmethod
     def from_recipe(cls, section: ModelSection, vocab_size: int) -> ModelConfig:
-        return cls(vocab_size=vocab_size, **section.model_dump(exclude={"family"}))
+        return cls(vocab_size=vocab_size, **section.model_dump(exclude={"family", "checkpoint"}))
