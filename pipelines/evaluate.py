@@ -277,7 +277,7 @@ class Player:
         )
         options = checked_options(self._kind.options_model, self.recipe.task.options, "task.options")
         rollouts = run_episodes(
-            self._engine, params, partial(self._kind.make, options), self._shared.tokenizer, batch, recipe=self.recipe
+            self._engine, params, partial(self._kind.make, options), self._shared.dialogue, batch, recipe=self.recipe
         )
         scored = score_batch(rollouts, self._reward, self.recipe.task.reward_seconds_limit).rollouts
         samples = self.recipe.rollout.samples_per_prompt

@@ -1,4 +1,4 @@
-"""What the stages of one process share: the run's stores, and one engine, trainer, tokenizer and prompt set.
+"""What the stages of one process share: the run's stores, and one engine, trainer, dialogue and prompt set.
 
 A stage's transform carries only the recipe and the run's location, which travel to any worker; the heavy things are
 looked up here when a worker first needs them, once a process, whatever number of DoFn instances the runner makes.
@@ -16,10 +16,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
+from jax_core.chat import Dialogue, make_dialogue
 from jax_core.models.config import ModelConfig
 from jax_core.policies import PolicyCache, PolicyStore, TrainerStore
 from jax_core.sampling.engine import Engine
-from jax_core.tokenizers import CharacterTokenizer, make_tokenizer
+from jax_core.tokenizers import Tokenizer, make_tokenizer
 from jax_core.trainer import Trainer, TrainState
 from schemas import run_layout
 from schemas.manifest import PolicyCommit
@@ -103,8 +104,13 @@ class Runtime:
         return TrainerStore(self.store)
 
     @built_once
-    def tokenizer(self) -> CharacterTokenizer:
-        return make_tokenizer(self.recipe.tokenizer)
+    def dialogue(self) -> Dialogue:
+        """A conversation that has not begun: each sample's is forked from it."""
+        return make_dialogue(self.recipe, make_tokenizer(self.recipe))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.dialogue.tokenizer
 
     @built_once
     def model_config(self) -> ModelConfig:

@@ -20,9 +20,9 @@ import apache_beam as beam
 import numpy as np
 from apache_beam.pvalue import PBegin
 
+from jax_core.chat import Dialogue
 from jax_core.models.decoder import Params, init_params
 from jax_core.policies import tree_digest
-from jax_core.tokenizers import CharacterTokenizer
 from jax_core.warm_start import supervised
 from schemas.errors import UserError
 from schemas.identity import seed_int
@@ -92,7 +92,7 @@ def demonstrations(shared: Runtime) -> list[tuple[np.ndarray, np.ndarray]]:
     recipe = shared.recipe
     wanted = min(recipe.warm_start.demonstrations, len(shared.prompts))
     prompts = training_prompts(shared.prompts, seed_int("warm_start", recipe.seed), 0, wanted)
-    drawn = [demonstration(prompt, shared.tokenizer, recipe) for prompt in prompts]
+    drawn = [demonstration(prompt, shared.dialogue, recipe) for prompt in prompts]
     fitting = [sequence for sequence in drawn if sequence is not None]
     if not fitting:
         raise UserError(
@@ -103,9 +103,7 @@ def demonstrations(shared: Runtime) -> list[tuple[np.ndarray, np.ndarray]]:
     return fitting
 
 
-def demonstration(
-    prompt: Prompt, tokenizer: CharacterTokenizer, recipe: Recipe
-) -> tuple[np.ndarray, np.ndarray] | None:
+def demonstration(prompt: Prompt, dialogue: Dialogue, recipe: Recipe) -> tuple[np.ndarray, np.ndarray] | None:
     """One demonstrated episode, or None if its prompt is longer than the recipe allows, or no answer fits.
 
     It ends where an agent's episode would: at the environment's end, or where no longest answer has room any more.
@@ -118,28 +116,29 @@ def demonstration(
     answers = kind.demonstrate(prompt, recipe.task.options)
     environment = kind.make(recipe.task.options)
     try:
-        return _play(environment, prompt, answers, tokenizer, recipe)
+        return _play(environment, prompt, answers, dialogue.fork(), recipe)
     finally:
         environment.close()
 
 
 def _play(
-    environment: Environment, prompt: Prompt, answers: Sequence[str], tokenizer: CharacterTokenizer, recipe: Recipe
+    environment: Environment, prompt: Prompt, answers: Sequence[str], dialogue: Dialogue, recipe: Recipe
 ) -> tuple[np.ndarray, np.ndarray] | None:
     text = environment.reset(prompt, seed_int("demonstration", prompt.prompt_id))
-    parts = [tokenizer.encode(text)]
+    parts = [dialogue.start(text)]
     if len(parts[0]) > recipe.rollout.prompt_tokens:
         return None
     branch = 0  # tokens after the prompt
     for answer in answers[: recipe.rollout.max_turns]:
-        answer_tokens = _answer_tokens(answer, tokenizer, recipe)
+        answer_tokens = _answer_tokens(answer, dialogue, recipe)
         if answer_tokens is None or branch + recipe.sampling.answer_tokens > recipe.rollout.branch_tokens:
             break
         transition = environment.step(answer)
-        parts += [answer_tokens, tokenizer.encode(transition.text)]
-        branch += len(parts[-2]) + len(parts[-1])
+        parts.append(answer_tokens)
         if transition.over:
             break
+        parts.append(dialogue.reply(answer_tokens, transition.text))
+        branch += len(parts[-2]) + len(parts[-1])
     return _with_mask(parts)
 
 
@@ -147,17 +146,17 @@ def _with_mask(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray] | N
     """Joins prompt, answer, text, answer, text, ...; what the environment wrote after the last answer is left out."""
     if len(parts) == 1:
         return None
-    parts = parts[:-1]
+    parts = parts[: len(parts) // 2 * 2]
     mask = np.concatenate([np.full(len(part), i % 2 == 1) for i, part in enumerate(parts)])
     return np.concatenate(parts), mask
 
 
-def _answer_tokens(answer: str, tokenizer: CharacterTokenizer, recipe: Recipe) -> np.ndarray | None:
-    """An answer as a policy would have to sample it, with the EOS that ends it early; None if it is too long."""
-    tokens = tokenizer.encode(answer)
+def _answer_tokens(answer: str, dialogue: Dialogue, recipe: Recipe) -> np.ndarray | None:
+    """An answer as a policy would have to sample it, with the token that ends it early; None if it is too long."""
+    tokens = dialogue.tokenizer.encode_inside(answer)
     stopped = any(stop in answer for stop in recipe.sampling.stop_strings)
     if len(tokens) < recipe.sampling.answer_tokens and not stopped:
-        tokens = np.append(tokens, np.int32(tokenizer.eos_id))
+        tokens = np.concatenate([tokens, np.array(dialogue.end_ids, np.int32)])
     return tokens if len(tokens) <= recipe.sampling.answer_tokens else None
 
 

@@ -30,6 +30,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from jax_core.chat import Dialogue, Said
+from schemas.errors import UserError
 from schemas.identity import TrajectoryId, seed_int, seed_words
 from schemas.recipe import Recipe
 from schemas.records import (
@@ -81,20 +83,11 @@ class Engine(Protocol):
     def begin(self, params: Any, prompts: Sequence[np.ndarray], samples: int, seeds: np.ndarray) -> Session: ...
 
 
-class Tokenizer(Protocol):
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def eos_id(self) -> int: ...
-    def encode(self, text: str) -> np.ndarray: ...
-    def decode(self, ids: Any) -> str: ...
-
-
 def run_episodes(
     engine: Engine,
     params: Any,
     make_environment: Callable[[], Environment],
-    tokenizer: Tokenizer,
+    dialogue: Dialogue,
     batch: PromptBatch,
     *,
     recipe: Recipe,
@@ -107,6 +100,7 @@ def run_episodes(
       params: weights of policy version `batch.policy_version`.
       make_environment: a fresh environment for each sample. It and the environment's methods are called from worker
         threads, one at a time for one environment, each within `recipe.task.step_seconds_limit` seconds.
+      dialogue: a conversation that has not begun; each sample's is forked from it.
       generator: which process this is, for the record.
 
     Returns:
@@ -119,7 +113,7 @@ def run_episodes(
     started = time.perf_counter()
     cancelled = threading.Event()
     cohorts = [
-        _Cohort(engine, params, make_environment, tokenizer, batch, offsets, recipe, cancelled)
+        _Cohort(engine, params, make_environment, dialogue, batch, offsets, recipe, cancelled)
         for offsets in split_in_cohorts(len(batch.prompts), recipe.rollout.cohorts)
     ]
     _run_side_by_side([cohort.run for cohort in cohorts], cancelled)
@@ -179,8 +173,8 @@ class HeldEnvironment:
     def make(self) -> None:
         self._during(self._make_now)
 
-    def reset(self, prompt: Prompt, seed: int) -> str:
-        return check_text(self._during(lambda environment: environment.reset(prompt, seed)), "the prompt")
+    def reset(self, prompt: Prompt, seed: int) -> Said:
+        return check_said(self._during(lambda environment: environment.reset(prompt, seed)), "the prompt")
 
     def step(self, answer: str) -> Transition:
         return check_transition(self._during(lambda environment: environment.step(answer)))
@@ -216,10 +210,10 @@ class HeldEnvironment:
             self._environment.close()
 
 
-def check_text(text: Any, what: str) -> str:
-    if not isinstance(text, str):
-        raise TypeError(f"{what} must be a str, got {type(text).__name__}")
-    return text
+def check_said(said: Any, what: str) -> Said:
+    if isinstance(said, str) or (isinstance(said, list | tuple) and all(isinstance(m, Mapping) for m in said)):
+        return said
+    raise TypeError(f"{what} must be a str or a list of messages, got {type(said).__name__}")
 
 
 def check_transition(transition: Any) -> Transition:
@@ -228,7 +222,7 @@ def check_transition(transition: Any) -> Transition:
     Raises:
       TypeError, ValueError: a part is missing, of another type, or a reward that is no finite number.
     """
-    check_text(transition.text, "Transition.text")
+    check_said(transition.text, "Transition.text")
     finite_number(transition.reward, "Transition.reward")
     for name in ("terminated", "truncated"):
         if not isinstance(getattr(transition, name), (bool, np.bool_)):
@@ -248,6 +242,7 @@ class Episode:
     token_seed: tuple[int, int]
     environment_seed: int
     environment: HeldEnvironment
+    dialogue: Dialogue  # forked from its group's, once that has its prompt
     started_at: float  # seconds since the epoch
     prompt_tokens: np.ndarray = field(default_factory=lambda: NO_TOKENS)  # int32 [t]; of its group, failed or not
     reset_seconds: float = 0.0
@@ -354,7 +349,7 @@ class _Cohort:
         engine: Engine,
         params: Any,
         make_environment: Callable[[], Environment],
-        tokenizer: Tokenizer,
+        dialogue: Dialogue,
         batch: PromptBatch,
         offsets: range,
         recipe: Recipe,
@@ -362,7 +357,7 @@ class _Cohort:
     ):
         self._engine = engine
         self._params = params
-        self._tokenizer = tokenizer
+        self._dialogue = dialogue
         self._recipe = recipe
         self._cancelled = cancelled
         self._samples = recipe.rollout.samples_per_prompt
@@ -370,7 +365,7 @@ class _Cohort:
         self.environment_seconds = 0.0
         rows = [(offset, sample) for offset in offsets for sample in range(self._samples)]
         self.episodes = [
-            _new_episode(batch, offset, sample, row, recipe.seed, make_environment)
+            _new_episode(batch, offset, sample, row, recipe.seed, make_environment, dialogue)
             for row, (offset, sample) in enumerate(rows)
         ]
 
@@ -390,23 +385,23 @@ class _Cohort:
             [episode for episode, _ in made],
             lambda episode: episode.environment.reset(episode.prompt, episode.environment_seed),
         )
-        texts: dict[Episode, str] = {}
+        texts: dict[Episode, Said] = {}
         for episode, outcome in reset:
             episode.reset_seconds = outcome.seconds
             texts[episode] = outcome.result
         for start in range(0, len(self.episodes), self._samples):
             self._share_prompt(self.episodes[start : start + self._samples], texts)
 
-    def _share_prompt(self, group: Sequence[Episode], texts: Mapping[Episode, str]) -> None:
+    def _share_prompt(self, group: Sequence[Episode], texts: Mapping[Episode, Said]) -> None:
         """Gives a group its one prompt; refuses samples that start from another, or all if it cannot be used."""
         opened = [episode for episode in group if episode in texts]
         if not opened:
             return
-        text = texts[opened[0]]
-        encoded = attempt(lambda: self._encode_prompt(text))
+        text, dialogue = texts[opened[0]], self._dialogue.fork()
+        encoded = attempt(lambda: self._encode_prompt(dialogue, text))
         for episode in group:
             if encoded.error is None:
-                episode.prompt_tokens = encoded.result
+                episode.prompt_tokens, episode.dialogue = encoded.result, dialogue.fork()
             elif episode.running:
                 episode.fail(f"prompt: {encoded.error}", encoded.traceback)
         for episode in opened:
@@ -416,8 +411,8 @@ class _Cohort:
                     "one prompt, so an environment's first text may not depend on its seed"
                 )
 
-    def _encode_prompt(self, text: str) -> np.ndarray:
-        tokens = np.asarray(self._tokenizer.encode(text), np.int32)
+    def _encode_prompt(self, dialogue: Dialogue, text: Said) -> np.ndarray:
+        tokens = np.asarray(dialogue.start(text), np.int32)
         most = self._recipe.rollout.prompt_tokens
         if not 1 <= len(tokens) <= most:
             raise ValueError(f"has {len(tokens)} tokens, must have 1 to {most} (rollout.prompt_tokens); nothing is cut")
@@ -437,7 +432,7 @@ class _Cohort:
     def _begin(self) -> Session:
         # A refused prompt keeps a place, so that one failure does not change the shapes the engine is compiled for.
         # Its rows are not among those that answer, which retires them.
-        stand_in = np.array([self._tokenizer.eos_id], np.int32)
+        stand_in = np.array([self._dialogue.tokenizer.eos_id], np.int32)
         prompts = [episode.prompt_tokens for episode in self.episodes[:: self._samples]]
         seeds = np.array([episode.token_seed for episode in self.episodes], np.uint32)
         return self._timed_engine(
@@ -463,7 +458,7 @@ class _Cohort:
 
     def _take_answer(self, episode: Episode, answer: Answer, seconds: float) -> None:
         tokens, logprobs = np.asarray(answer.tokens, np.int32), np.asarray(answer.logprobs, np.float32)
-        problem = find_answer_problem(tokens, logprobs, self._tokenizer.vocab_size)
+        problem = find_answer_problem(tokens, logprobs, self._dialogue.tokenizer.vocab_size)
         episode.answers += 1
         episode.pending = NO_TOKENS
         # The tokens of a bad answer are kept for whoever looks into it; a tombstone has no log-probabilities.
@@ -474,7 +469,7 @@ class _Cohort:
 
     def _step(self, episodes: Sequence[Episode]) -> None:
         # Decoding only gives the environment something to read; the tokens stay as they were sampled.
-        texts = {episode: self._tokenizer.decode(episode.segments[-1].tokens) for episode in episodes}
+        texts = {episode: episode.dialogue.answer_text(episode.segments[-1].tokens) for episode in episodes}
         for episode, outcome in self._each("step", episodes, lambda e: e.environment.step(texts[e])):
             self._take_transition(episode, outcome.result, outcome.seconds)
 
@@ -485,7 +480,7 @@ class _Cohort:
         if reason is not None:
             self._end(episode, transition, reason)
             return
-        observed = attempt(lambda: np.asarray(self._tokenizer.encode(transition.text), np.int32))
+        observed = attempt(lambda: _reply(episode, transition.text))
         if observed.error is not None:
             episode.fail(f"text of step {episode.steps - 1}: {observed.error}", observed.traceback)
         elif not self._fits(episode, len(observed.result)):
@@ -538,6 +533,18 @@ class _Cohort:
         return [(e, outcome) for e, outcome in zip(episodes, outcomes, strict=True) if outcome.error is None]
 
 
+def _reply(episode: Episode, text: Said) -> np.ndarray:
+    """Ids, int32 [n], of what follows the episode's last answer, up to where the policy speaks again."""
+    tokens = np.asarray(episode.dialogue.reply(episode.segments[-1].tokens, text), np.int32)
+    if episode.dialogue.branches:
+        raise UserError(
+            f"chat.history='split', after answer {episode.answers - 1}",
+            "the template rewrites what was said, and an episode is one branch.",
+            "Use a chat.template that leaves earlier turns as they were.",
+        )
+    return tokens
+
+
 def find_answer_problem(tokens: np.ndarray, logprobs: np.ndarray, vocab_size: int) -> str | None:
     """Why an answer (tokens int32 [n], logprobs float32 [n]) cannot be trained on; None if it can."""
     if tokens.ndim != 1 or tokens.shape != logprobs.shape or not len(tokens):
@@ -553,7 +560,13 @@ def find_answer_problem(tokens: np.ndarray, logprobs: np.ndarray, vocab_size: in
 
 
 def _new_episode(
-    batch: PromptBatch, offset: int, sample: int, row: int, run_seed: int, make_environment: Callable[[], Environment]
+    batch: PromptBatch,
+    offset: int,
+    sample: int,
+    row: int,
+    run_seed: int,
+    make_environment: Callable[[], Environment],
+    dialogue: Dialogue,
 ) -> Episode:
     identity = TrajectoryId(batch.step, batch.first_group_index + offset, sample)
     whose = (run_seed, identity.step, identity.group_index, identity.sample_index)
@@ -564,6 +577,7 @@ def _new_episode(
         token_seed=seed_words("tokens", *whose),
         environment_seed=seed_int("environment", *whose),
         environment=HeldEnvironment(make_environment),
+        dialogue=dialogue,
         started_at=time.time(),
     )
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def roll_out(runtime: Runtime, recipe: Recipe, batch: PromptBatch) -> RolloutBatch:
-    """Samples every trajectory of `batch` with what this process shares (engine, weights, tokenizer); see
+    """Samples every trajectory of `batch` with what this process shares (engine, weights, dialogue); see
     `run_episodes`."""
     kind = ENVIRONMENTS[recipe.task.environment]
     options = checked_options(kind.options_model, recipe.task.options, "task.options")
@@ -38,7 +38,7 @@ def roll_out(runtime: Runtime, recipe: Recipe, batch: PromptBatch) -> RolloutBat
         runtime.engine,
         runtime.policy_cache.get(batch.policy_version),
         partial(kind.make, options),
-        runtime.tokenizer,
+        runtime.dialogue,
         batch,
         recipe=recipe,
         generator=f"{socket.gethostname()}:{os.getpid()}",

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_core.chat import RawText
 from jax_core.tokenizers import CharacterTokenizer
 from schemas.identity import seed_int, seed_words
 from schemas.recipe import Recipe
@@ -23,6 +24,7 @@ from stages.rollout.environments.base import Transition
 
 LETTERS = "abcdefgh"
 TOKENIZER = CharacterTokenizer(LETTERS + LETTERS.upper())
+DIALOGUE = RawText(TOKENIZER)
 LIMIT = 0.2  # seconds, where something hangs
 AMPLE = 60.0  # seconds that only a broken test waits
 RUN_SEED = 5

@@ -10,12 +10,14 @@ import time
 import numpy as np
 import pytest
 
+from jax_core.chat import ChatTemplate, Conversation
 from schemas.identity import TrajectoryId
 from schemas.records import Turn, VersionSpan
 from stages.rollout.environments.base import Transition
 from stages.rollout.episodes import find_answer_problem, run_episodes, split_in_cohorts
 from tests.stages.rollout_fakes import (
     AMPLE,
+    DIALOGUE,
     LIMIT,
     TOKENIZER,
     EchoEnvironments,
@@ -29,13 +31,13 @@ from tests.stages.rollout_fakes import (
 )
 
 
-def play(batch, engine=None, environments=None, recipe=None):
+def play(batch, engine=None, environments=None, recipe=None, dialogue=DIALOGUE):
     environments = environments or EchoEnvironments()
     return run_episodes(
         engine or FakeEngine(),
         "weights",
         environments,
-        TOKENIZER,
+        dialogue,
         batch,
         recipe=recipe or make_recipe(),
         generator="me:1",
@@ -132,6 +134,60 @@ def test_the_same_prompt_twice_is_two_groups_that_differ():
 
 def test_no_prompts_make_no_rollouts():
     assert play(make_batch()).rollouts == ()
+
+
+# Under a chat template. This one writes A and B for user and assistant, and C behind each turn; it drops every h.
+
+TEMPLATE = (
+    "{% for m in messages %}{{ 'A' if m.role == 'user' else 'B' }}{{ m.content | replace('h', '') }}C{% endfor %}"
+    "{% if add_generation_prompt %}B{% endif %}"
+)
+
+
+def chat(**settings):
+    return Conversation(ChatTemplate(TEMPLATE), TOKENIZER, **settings)
+
+
+def test_an_episode_under_a_template_token_by_token():
+    # text  A a b C B d | e  $ | C  A  E  C  B d | f        "d" is a prefill: the environment hears "e" alone
+    engine = FakeEngine(script={token_seed(10, 0): ["e$", "f"], token_seed(10, 1): ["a", "b"]})
+    environments = EchoEnvironments()
+    rolled = by_id(play(make_batch("ab", turns=2), engine, environments, dialogue=chat(prefill="d")))
+    rollout = rolled[10, 0]
+    assert rollout.tokens.tolist() == tokens_of("AabCBde$CAECBdf")
+    assert np.flatnonzero(rollout.loss_mask).tolist() == [6, 7, 14]
+    assert rollout.prompt_length == 6
+    assert environments.heard()[environment_seed(10, 0)] == ["e", "f"]
+    # An answer that was cut off is closed by the glue alone, which the policy is not trained on.
+    assert rolled[10, 1].tokens.tolist() == tokens_of("AabCBdaCAACBdb")
+    assert np.flatnonzero(rolled[10, 1].loss_mask).tolist() == [6, 13]
+
+
+def test_environments_may_speak_in_messages_where_there_is_a_template():
+    said = [("user", "a"), ("assistant", "b"), ("user", "c")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    faults = {(environment_seed(10, sample), "reset", 0): lambda _: list(messages) for sample in (0, 1)}
+    environments, recipe = EchoEnvironments(faults), make_recipe(prompt_tokens=10)
+    rolled = play(make_batch("-"), environments=environments, dialogue=chat(), recipe=recipe)
+    assert not rolled.failures
+    for rollout in rolled.rollouts:
+        assert rollout.tokens[: rollout.prompt_length].tolist() == tokens_of("AaCBbCAcCB")
+    raw = play(make_batch("-"), environments=EchoEnvironments(faults))
+    assert len(raw.failures) == 2
+    assert all("messages: need a chat template" in failure.error for failure in raw.failures)
+
+
+@pytest.mark.parametrize(
+    ("history", "said"), [("append", "the assistant's turn 0 (message 1)"), ("split", "one branch")]
+)
+def test_a_sample_whose_past_the_template_rewrites_fails_alone(history, said):
+    engine = FakeEngine(script={token_seed(10, 0): ["h$", "e"], token_seed(10, 1): ["e$", "f"]})
+    rolled = play(make_batch("ab", turns=2), engine, dialogue=chat(history=history))
+    (failure,) = rolled.failures
+    assert failure.id == TrajectoryId(7, 10, 0)
+    assert failure.error.startswith("text of step 0: ") and said in failure.error
+    assert list(failure.attempt_tokens) == tokens_of("AabCBh$")
+    assert by_id(rolled)[10, 1].tokens.tolist() == tokens_of("AabCBe$CAECBf")
 
 
 # Nothing depends on how the work is cut, or on time.

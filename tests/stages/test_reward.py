@@ -19,9 +19,9 @@ from stages.reward.reward import Reward, measure_rewards, score, score_batch
 from stages.rollout.episodes import run_episodes
 from tests.stages.rollout_fakes import (
     AMPLE,
+    DIALOGUE,
     LIMIT,
     RUN_SEED,
-    TOKENIZER,
     EchoEnvironments,
     FakeEngine,
     environment_seed,
@@ -41,7 +41,7 @@ def played(*texts, faults=()):
     """Groups 10, 11, ... of two samples; each has the return 0.25, or fails if (group, sample) is among `faults`."""
     broken = {(environment_seed(*who), "step", 0): lambda _: raise_(OSError("gone")) for who in faults}
     environments = EchoEnvironments(broken)
-    return run_episodes(FakeEngine(), None, environments, TOKENIZER, make_batch(*texts), recipe=make_recipe())
+    return run_episodes(FakeEngine(), None, environments, DIALOGUE, make_batch(*texts), recipe=make_recipe())
 
 
 def reward_by_sample(*rewards):

@@ -19,7 +19,7 @@ from stages.rollout.episodes import run_episodes
 from stages.rollout.rollout import Rollout, measure_rollouts, roll_out
 from stages.runtime import release, runtime
 from tests.stages.rollout_fakes import (
-    TOKENIZER,
+    DIALOGUE,
     EchoEnvironments,
     FakeAnswer,
     FakeEngine,
@@ -98,7 +98,7 @@ def test_metrics_are_those_of_the_trajectories_that_did_not_fail():
     engine = FakeEngine(script={token_seed(10, 0): ["c", "de"]})
     environments = EchoEnvironments({(environment_seed(10, 1), "step", 0): lambda answer: None})
     batch = make_batch("ab", "~", turns=2)
-    rolled = run_episodes(engine, None, environments, TOKENIZER, batch, recipe=make_recipe())
+    rolled = run_episodes(engine, None, environments, DIALOGUE, batch, recipe=make_recipe())
     measured = measure_rollouts(rolled)
     assert {name: value for name, value in measured.items() if "second" not in name} == {
         "rollout/trajectories": 4,
@@ -118,7 +118,7 @@ def test_a_prompt_counts_once_a_group_whatever_became_of_the_group():
     # Groups of two samples: "abc" plays, "de" fails in both samples after its prompt was computed, "~" is refused.
     faults = {(environment_seed(11, sample), "step", 0): lambda answer: None for sample in range(2)}
     batch = make_batch("abc", "de", "~")
-    rolled = run_episodes(FakeEngine(), None, EchoEnvironments(faults), TOKENIZER, batch, recipe=make_recipe())
+    rolled = run_episodes(FakeEngine(), None, EchoEnvironments(faults), DIALOGUE, batch, recipe=make_recipe())
     assert [r.status for r in rolled.rollouts] == ["ok"] * 2 + ["failed"] * 4
     assert measure_rollouts(rolled)["rollout/prompt_tokens"] == 3 + 2
 
@@ -135,7 +135,7 @@ def test_a_shard_holds_whatever_a_rollout_makes_of_its_failures():
     no_numbers = lambda answer: FakeAnswer(answer.tokens, np.full(len(answer.tokens), np.nan, np.float32))
     engine = FakeEngine(faults={token_seed(11, 2): no_numbers})
     recipe = make_recipe(samples_per_prompt=4)
-    rolled = run_episodes(engine, None, environments, TOKENIZER, make_batch("ab", "cd", "~", "ef"), recipe=recipe)
+    rolled = run_episodes(engine, None, environments, DIALOGUE, make_batch("ab", "cd", "~", "ef"), recipe=recipe)
     scored = score_batch(rolled, environment_return, 10.0)
     table = trajectory.encode(pack(group(scored, samples=4), row_tokens=64))
     trajectory.validate(table)

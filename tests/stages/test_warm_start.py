@@ -34,13 +34,13 @@ def nothing(step: int, values: object) -> None:
 def shown(tokens: np.ndarray, mask: np.ndarray) -> str:
     """Characters, answers in brackets."""
     tokenizer = Runtime("unused", WARM).tokenizer
-    pieces = [tokenizer.piece(int(token)) for token in tokens]
+    pieces = [tokenizer.token_text(int(token)) for token in tokens]
     return "".join(f"[{piece}]" if trained else piece for piece, trained in zip(pieces, mask, strict=True))
 
 
 def demonstrated(**rollout_or_sampling: dict[str, int]) -> str | None:
     recipe = tiny_recipe(**rollout_or_sampling)
-    sequence = demonstration(LAKE, Runtime("unused", recipe).tokenizer, recipe)
+    sequence = demonstration(LAKE, Runtime("unused", recipe).dialogue, recipe)
     return None if sequence is None else shown(*sequence)
 
 
@@ -51,6 +51,17 @@ def test_a_demonstration_is_the_conversation_with_only_its_answers_trained() -> 
 def test_an_answer_that_may_be_longer_is_ended_by_eos() -> None:
     assert demonstrated(sampling={"answer_tokens": 2}) == (
         "^aⓑⓒ\ndⓔⓕ\nghi*\na[D][<eos>]d[D][<eos>]g[R][<eos>]h[R][<eos>]"
+    )
+
+
+def test_under_a_chat_template_a_demonstration_is_the_conversation_as_the_template_has_it() -> None:
+    template = (
+        "{% for m in messages %}{{ 'U' if m.role == 'user' else 'L' }}{{ m.content }}?{% endfor %}"
+        "{% if add_generation_prompt %}L{% endif %}"
+    )
+    rollout = {"prompt_tokens": 18, "max_turns": 2}
+    assert demonstrated(chat={"template": template}, sampling={"answer_tokens": 2}, rollout=rollout) == (
+        "U^aⓑⓒ\ndⓔⓕ\nghi*\na?L[D][<eos>]?Ud?L[D][<eos>]"
     )
 
 
