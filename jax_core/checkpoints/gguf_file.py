@@ -77,7 +77,8 @@ def _dequantized(blocks: np.ndarray, dtype: str) -> np.ndarray:
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    return dequantize(blocks, GGMLQuantizationType[dtype])
+    with np.errstate(invalid="ignore", over="ignore"):  # numbers that are none stay none
+        return dequantize(blocks, GGMLQuantizationType[dtype])
 
 
 class _Reader:

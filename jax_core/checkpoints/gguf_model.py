@@ -201,7 +201,7 @@ def _layer_types(layers: int, every: int) -> list[str]:
 def _scaling(metadata: Metadata, file: GGUFFile) -> dict[str, Any]:
     """The `rope_scaling` entry, if the file has one."""
     if "rope_freqs.weight" in file.infos:
-        return {"rope_scaling": _llama3_scaling(metadata, file)}
+        return _llama3_scaling(metadata, file)
     kind = metadata.get("rope.scaling.type", "none")
     if kind == "none":
         return {}

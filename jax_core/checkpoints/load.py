@@ -56,7 +56,6 @@ class Leaf:
             if all(each.start <= at < each.stop for each, at in zip(stacked, rule.index, strict=True)):
                 place = tuple(at - each.start for each, at in zip(stacked, rule.index, strict=True))
                 self._fill(out[(*place, ...)], rule, bounds[len(rule.index) :])
-                self.source.release(rule.name)
         return out
 
     def _fill(self, out: np.ndarray, rule: TensorRule, bounds: Sequence[slice]) -> None:
@@ -75,6 +74,8 @@ class Leaf:
         for start, stop in _blocks(self.source, rule.name, first):
             block = self.source.rows(rule.name, start, stop)[(slice(None), *rest)]
             out[start - first.start : stop - first.start] = block
+            del block  # the last view of pages that may go now
+            self.source.release(rule.name)
 
 
 Put = Callable[[Leaf], jax.Array]

@@ -151,7 +151,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise damaged(index, "has no weight_map.")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or not file or Path(file).name != file:
             raise damaged(index, f"places {name} in {file!r}, which is no name of a file beside it.")
         if not (index.parent / file).is_file():
             raise UserError(str(index.parent / file), f"is missing; {index.name} names it.", "Download or copy it too.")
@@ -169,6 +169,6 @@ def write_safetensors(file: BinaryIO, tensors: Sequence[tuple[str, TensorInfo, C
     encoded += b" " * (-len(encoded) % 8)  # so that the data is aligned
     file.write(len(encoded).to_bytes(8, "little") + encoded)
     for _, info, make in tensors:
-        array = np.ascontiguousarray(make())
+        array = np.asarray(make(), order="C")
         assert (array.shape, array.dtype.name) == (info.shape, info.dtype)
         file.write(array.reshape(-1).view(np.uint8).data)
