@@ -59,10 +59,10 @@ def test_an_adapter_whose_b_is_zero_changes_nothing(params):
 
 def test_a_bfloat16_weight_stays_one_and_is_summed_in_float32():
     params = {"w": jnp.full((2, 2), 256, jnp.bfloat16)}
-    tiny = {"a": np.full((2, 1), 0.75, np.float32), "b": np.ones((1, 2), np.float32)}
+    tiny = {"a": np.full((2, 1), 1.001, np.float32), "b": np.ones((1, 2), np.float32)}
     merged = merge_lora(params, {"w": tiny}, alpha=1.0)["w"]
     assert merged.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(merged.astype(np.float32), 256)  # 256.75 rounds to 256, as 2 steps are 2 apart
+    np.testing.assert_array_equal(merged.astype(np.float32), 258)  # 257.001 is; in bfloat16 1.001 is 1, and 257 256
 
 
 def test_experts_are_merged_each_with_its_own_adapter():
