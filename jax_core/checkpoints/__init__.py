@@ -4,7 +4,7 @@ from jax_core.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from jax_core.checkpoints.generation import GenerationDefaults
 from jax_core.checkpoints.load import load_params, to_default_device, to_shardings
 from jax_core.checkpoints.lora import merge_lora, write_adapter
-from jax_core.checkpoints.write import tokenizer_files, write_checkpoint
+from jax_core.checkpoints.write import write_checkpoint
 
 __all__ = [
     "Checkpoint",
@@ -14,7 +14,6 @@ __all__ = [
     "open_checkpoint",
     "to_default_device",
     "to_shardings",
-    "tokenizer_files",
     "write_adapter",
     "write_checkpoint",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +102,7 @@ def load_params(checkpoint: Checkpoint, dtype: Any = np.float32, put: Put = to_d
     Raises:
       UserError: tensors are missing, too many, wrongly shaped or of a type that cannot be read; all are named.
     """
-    leaves = plan(checkpoint, np.dtype(dtype))
+    leaves = _leaves(checkpoint, np.dtype(dtype))
     # The largest tensors first: while they are read, what is read already takes the least.
     leaves.sort(key=lambda leaf: -max(math.prod(rule.shape) for rule in leaf.rules))
     params: Params = {}
@@ -114,15 +114,20 @@ def load_params(checkpoint: Checkpoint, dtype: Any = np.float32, put: Put = to_d
     return params
 
 
-def plan(checkpoint: Checkpoint, dtype: np.dtype) -> list[Leaf]:
-    """Every leaf of the parameters with the tensors that fill it. Raises as `load_params` does, and reads nothing."""
+def verified_rules(checkpoint: Checkpoint) -> tuple[TensorRule, ...]:
+    """The rules by which a checkpoint becomes parameters. Raises what `load_params` raises, and reads no weights."""
     rules = tensor_rules(checkpoint.config)
     problems = mismatches(checkpoint, rules)
     if problems:
         way_out = "Use the model's own files, whole and unmixed."
         raise UserError(checkpoint.location, f"does not fit its configuration: {'; '.join(problems)}.", way_out)
+    return rules
+
+
+def _leaves(checkpoint: Checkpoint, dtype: np.dtype) -> list[Leaf]:
+    """Every leaf of the parameters, with the rules that fill it."""
     of_leaf: dict[Path, list[TensorRule]] = {}
-    for rule in rules:
+    for rule in verified_rules(checkpoint):
         of_leaf.setdefault(rule.path, []).append(rule)
     shapes = leaf_shapes(checkpoint.config)
     assert of_leaf.keys() == shapes.keys(), f"rules that miss {of_leaf.keys() ^ shapes.keys()}"
@@ -199,12 +204,3 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     memory = np.empty(size + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     return memory[start : start + size].view(dtype).reshape(shape)
-
-
-def parameters_by_part(params_shapes: Mapping[Path, tuple[int, ...]]) -> dict[str, int]:
-    """Numbers in each part of a model: its leaves, by the first two names of their paths."""
-    parts: dict[str, int] = {}
-    for path, shape in params_shapes.items():
-        part = "/".join(path[:2])
-        parts[part] = parts.get(part, 0) + math.prod(shape)
-    return parts

@@ -32,17 +32,6 @@ from schemas.text import to_json
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16, "float16": np.dtype(np.float16)}
 SHARD_BYTES = 5_000_000_000
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
-
 Tensor = tuple[str, TensorInfo, Callable[[], np.ndarray]]
 
 
@@ -82,11 +71,6 @@ def write_checkpoint(
         for name, content in (files or {}).items():
             (partial / name).write_bytes(content)
         return sorted(file.name for file in partial.iterdir())
-
-
-def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """The files of a checkpoint's tokenizer and chat template, as they are."""
-    return {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
 
 
 @contextmanager

@@ -36,7 +36,13 @@ def test_what_generation_config_leaves_out_is_config_jsons_stop_id_and_plain_sam
 
 @pytest.mark.parametrize(
     "key, value",
-    [("eos_token_id", "</s>"), ("eos_token_id", [1, None]), ("eos_token_id", True), ("temperature", -1), ("top_p", 1.5)],
+    [
+        ("eos_token_id", "</s>"),
+        ("eos_token_id", [1, None]),
+        ("eos_token_id", True),
+        ("temperature", -1),
+        ("top_p", 1.5),
+    ],
 )
 def test_a_value_that_cannot_be_is_named(tmp_path, key, value):
     with pytest.raises(UserError, match=rf"generation_config\.json: {key}"):
@@ -70,7 +76,9 @@ def test_a_file_in_an_installed_package_is_found_without_importing_the_package()
     assert resolve("package:schemas/errors.py").read_text().startswith('"""Errors that a user can mend')
 
 
-@pytest.mark.parametrize("location", ["package:schemas", "package:../x", "package:schemas/../jax_core/rows.py", "package:"])
+@pytest.mark.parametrize(
+    "location", ["package:schemas", "package:../x", "package:schemas/../jax_core/rows.py", "package:"]
+)
 def test_what_is_no_place_in_a_package_is_refused(location):
     with pytest.raises(UserError, match="is no package:PACKAGE/FILE"):
         resolve(location)

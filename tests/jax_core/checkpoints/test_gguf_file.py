@@ -162,7 +162,9 @@ def text(value: str) -> bytes:
 
 def tensor(shape=(4,), kind=0, offset=0, axes=None) -> bytes:
     sizes = struct.pack(f"<{len(shape)}Q", *shape)
-    return text("x") + struct.pack("<I", len(shape) if axes is None else axes) + sizes + struct.pack("<IQ", kind, offset)
+    return (
+        text("x") + struct.pack("<I", len(shape) if axes is None else axes) + sizes + struct.pack("<IQ", kind, offset)
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
 
 from jax_core.checkpoints.checkpoint import open_checkpoint
-from jax_core.checkpoints.gguf_model import llama3_divisors, unpermuted
 from jax_core.checkpoints.generation import GenerationDefaults
+from jax_core.checkpoints.gguf_model import llama3_divisors, unpermuted
 from jax_core.checkpoints.tensor_source import read_tensor
 from schemas.errors import DamagedDataError, UserError
 from tests.jax_core.checkpoints import gguf_models, models

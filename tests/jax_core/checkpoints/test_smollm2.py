@@ -126,6 +126,8 @@ def test_greedy_answers_to_three_chats_at_once_are_the_same(checkpoint, params):
         greedy=True,
     )
     prompts = [np.array(chat["ids"], np.int32) for chat in CHATS]
-    answers = engine.begin(params, prompts, 1, seeds(len(CHATS))).answer({row: np.zeros(0, np.int32) for row in range(3)})
+    answers = engine.begin(params, prompts, 1, seeds(len(CHATS))).answer(
+        {row: np.zeros(0, np.int32) for row in range(3)}
+    )
     for row, chat in enumerate(CHATS):
         assert answers[row].tokens.tolist() == chat["greedy_ids"][len(chat["ids"]) :]

@@ -14,7 +14,8 @@ from safetensors.numpy import load_file
 from jax_core.checkpoints import write
 from jax_core.checkpoints.checkpoint import open_checkpoint
 from jax_core.checkpoints.load import load_params
-from jax_core.checkpoints.write import tokenizer_files, write_checkpoint
+from jax_core.checkpoints.tokenizer_files import copied_files
+from jax_core.checkpoints.write import write_checkpoint
 from jax_core.models.families import read_config
 from schemas.errors import UserError
 from tests.jax_core.checkpoints import models
@@ -96,7 +97,7 @@ def test_generation_config_and_tokenizer_files_come_along(tmp_path):
     (tmp_path / "in" / "chat_template.jinja").write_text("{{ x }}")
     (tmp_path / "in" / "notes.txt").write_text("private")
     said = {"eos_token_id": [2, 7], "temperature": 0.6}
-    files = tokenizer_files(tmp_path / "in")
+    files = copied_files(tmp_path / "in")
     written = export(tmp_path / "out", params, generation_json=said, files=files)
     assert written == [
         "chat_template.jinja",
