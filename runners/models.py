@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,14 +65,14 @@ def check(
     Exit code 2 says that it does not load; what is missing, too much or of another shape is named.
     """
     from jax_core.checkpoints import open_checkpoint
-    from jax_core.checkpoints.load import plan
+    from jax_core.checkpoints.load import verified_rules
     from runners.cli import console_out, print_json
 
     checkpoint = open_checkpoint(location)
     description = describe(checkpoint)
     if not as_json:
         console_out().print(render(description))
-    plan(checkpoint)
+    verified_rules(checkpoint)
     answer = None if prompt is None else greedy_answer(checkpoint, prompt, max_tokens)
     if as_json:
         print_json(asdict(description) | {"loads": True, "answer": answer})
@@ -127,7 +128,7 @@ def describe(checkpoint: Checkpoint) -> Description:
     dtypes: Counter[str] = Counter()
     parts: dict[str, Part] = {}
     for name, info in infos.items():
-        parameters = _product(info.shape)
+        parameters = prod(info.shape)
         dtypes[info.dtype] += parameters
         before = parts.get(part_of(name), Part(0, 0))
         parts[part_of(name)] = Part(before.parameters + parameters, before.bytes + info.nbytes)
@@ -141,8 +142,21 @@ def describe(checkpoint: Checkpoint) -> Description:
         tokenizer=_said(lambda: _tokenizer_line(checkpoint.location)),
         template=_said(lambda: _template_line(checkpoint.location)),
         stop_ids=generation.stop_ids,
-        sampling=f"temperature {generation.temperature:g}, top-k {generation.top_k or 'all'}, top-p {generation.top_p:g}",
+        sampling=f"temperature {generation.temperature:g}, "
+        f"top-k {generation.top_k or 'all'}, top-p {generation.top_p:g}",
     )
+
+
+_PARTS = {  # the first that a tensor's name contains
+    "norm": "norms",
+    "expert": "experts",
+    "block_sparse_moe": "experts",
+    "router": "experts",
+    "self_attn": "attention",
+    "mlp": "mlp",
+    "embed_tokens": "embedding",
+    "lm_head": "head",
+}
 
 
 def part_of(name: str) -> str:
@@ -150,24 +164,10 @@ def part_of(name: str) -> str:
 
     >>> part_of("model.layers.3.self_attn.q_proj.weight"), part_of("model.layers.3.mlp.experts.7.up_proj.weight")
     ('attention', 'experts')
-    >>> part_of("model.layers.3.input_layernorm.weight"), part_of("model.embed_tokens.weight"), part_of("lm_head.weight")
-    ('norms', 'embedding', 'head')
+    >>> part_of("model.layers.3.input_layernorm.weight"), part_of("model.embed_tokens.weight")
+    ('norms', 'embedding')
     """
-    known = {
-        "norm": "norms",
-        "expert": "experts",
-        "self_attn": "attention",
-        "mlp": "mlp",
-        "block_sparse_moe": "experts",
-    }
-    known |= {"embed_tokens": "embedding", "lm_head": "head"}
-    return next((part for sign, part in known.items() if sign in name), "other")
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    from math import prod
-
-    return prod(shape)
+    return next((part for sign, part in _PARTS.items() if sign in name), "other")
 
 
 def _said(line: Callable[[], str]) -> str:
@@ -282,9 +282,7 @@ def export(
 
     shard_bytes = bytes_of(max_shard_size)
     if dtype not in DTYPES:
-        raise UserError(
-            f"--dtype {dtype}", "is no type that a model can be written in.", f"One of {', '.join(DTYPES)}."
-        )
+        raise UserError(f"--dtype {dtype}", "is no type of a model's weights.", f"One of {', '.join(DTYPES)}.")
     shared = open_run(run)
     version = newest_version(shared) if version is None else version
     files = write_checkpoint(

@@ -110,7 +110,7 @@ def test_the_configuration_says_what_peft_needs(tmp_path):
 
 def test_an_adapter_of_the_embedding_is_refused_by_name(tmp_path):
     adapters = {"embedding": {"a": np.zeros((96, 2), np.float32), "b": np.zeros((2, 64), np.float32)}}
-    with pytest.raises(UserError, match="embedding: is no linear layer of its own.*merged"):
+    with pytest.raises(UserError, match=r"embedding: is no linear layer of its own.*merged"):
         write_adapter(tmp_path / "out", CONFIG, adapters, alpha=1.0, base="")
 
 

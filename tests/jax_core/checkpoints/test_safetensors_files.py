@@ -83,7 +83,7 @@ def test_shards_named_by_an_index_are_one_source(tmp_path):
 def test_a_missing_shard_is_named(tmp_path):
     models.write_sharded(tmp_path, models.halves(models.tensors()))
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(UserError, match="model-00002-of-00002.safetensors: is missing"):
+    with pytest.raises(UserError, match=r"model-00002-of-00002\.safetensors: is missing"):
         open_safetensors(tmp_path)
 
 
