@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jax_core.algorithms import advantages_of
-from jax_core.tokenizers import CharacterTokenizer, make_tokenizer
+from jax_core.tokenizers import Tokenizer, make_tokenizer
 from runners.report import duration, number, table
 from schemas import records as r
 from schemas import run_layout, trajectory
@@ -163,7 +163,7 @@ def _view(
     scored = group.samples[wanted.sample_index]
     rollout = scored.rollout
     advantages = group_advantages(recipe, group)
-    tokenizer = make_tokenizer(recipe.tokenizer)
+    tokenizer = make_tokenizer(recipe)
     return TrajectoryView(
         path=wanted.path,
         prompt_id=rollout.prompt_id,
@@ -241,12 +241,12 @@ def _why_left_out(
     return None
 
 
-def _turn_view(turn: r.Turn, rollout: r.Rollout, tokenizer: CharacterTokenizer) -> TurnView:
+def _turn_view(turn: r.Turn, rollout: r.Rollout, tokenizer: Tokenizer) -> TurnView:
     text = "".join(piece_of(tokenizer, token) for token in rollout.tokens[turn.start : turn.end].tolist())
     return TurnView(turn.role, turn.start, turn.end, turn.seconds, text)
 
 
-def token_views(rollout: r.Rollout, tokenizer: CharacterTokenizer) -> list[TokenView]:
+def token_views(rollout: r.Rollout, tokenizer: Tokenizer) -> list[TokenView]:
     """Every token of a trajectory, in order."""
     roles = [""] * len(rollout.tokens)
     versions: list[int | None] = [None] * len(rollout.tokens)
@@ -261,9 +261,9 @@ def token_views(rollout: r.Rollout, tokenizer: CharacterTokenizer) -> list[Token
     ]
 
 
-def piece_of(tokenizer: CharacterTokenizer, token: int) -> str:
+def piece_of(tokenizer: Tokenizer, token: int) -> str:
     """What a person sees of a token; an id outside the vocabulary (another tokenizer's shard) by its number."""
-    return tokenizer.piece(token) if 0 <= token < tokenizer.vocab_size else f"<{token}?>"
+    return tokenizer.token_text(token) if 0 <= token < tokenizer.vocab_size else f"<{token}?>"
 
 
 # On the terminal ---------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ Left out on purpose: where it runs (runner, hosts, directories). A recipe runs u
 
 from __future__ import annotations
 
+import datetime
 import string
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -47,6 +48,7 @@ class ModelSection(Section):
     rope_theta: PositiveFloat = Field(10_000.0, description="base of the rotary frequencies")
     norm_epsilon: PositiveFloat = Field(1e-5, description="RMSNorm epsilon")
     tied_head: bool = Field(True, description="the output head is the transposed embedding")
+    checkpoint: str = Field("", description="a checkpoint's folder or .gguf file; '': random weights")
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> ModelSection:
@@ -63,13 +65,15 @@ class ModelSection(Section):
 
 
 class TokenizerSection(Section):
-    """One token a character of `alphabet`, after the special tokens <pad> and <eos>."""
+    """One token a character of `alphabet`, after the special tokens <pad> and <eos>; or a checkpoint's own."""
 
-    kind: Literal["character"] = Field("character", description="the tokenizer's kind")
+    kind: Literal["character", "checkpoint"] = Field(
+        "character", description="one token a character, or the tokenizer of model.checkpoint"
+    )
     alphabet: str = Field(
         "\n*^LDRU?" + string.ascii_lowercase + "ⓐⓑⓒⓓⓔⓕⓖⓗⓘⓙⓚⓛⓜⓝⓞⓟⓠⓡⓢⓣⓤⓥⓦⓧⓨⓩ",
         min_length=1,
-        description="the characters, each once",
+        description="the characters, each once; of kind 'character'",
     )
 
     @model_validator(mode="after")
@@ -78,6 +82,27 @@ class TokenizerSection(Section):
         if twice:
             raise ValueError(f"alphabet has {twice} more than once: a character is one token. Write each once.")
         return self
+
+
+class ChatSection(Section):
+    """How messages become text. Without a template, texts are encoded as they are."""
+
+    template: str = Field(
+        "none",
+        min_length=1,
+        description="'none'; 'model': the one that model.checkpoint brings; or jinja text, or the path of a file of it",
+    )
+    system: str = Field("", description="system message of conversations that begin with none; '': none")
+    prefill: str = Field("", description="how each answer begins; part of the prompt, never trained")
+    options: dict[str, Any] = Field(default_factory=dict, description="variables of the template, such as tools")
+    history: Literal["append", "split"] = Field(
+        "append",
+        description="where a template rewrites earlier turns: 'append' refuses, 'split' begins a new trainable branch",
+    )
+    date: datetime.date = Field(
+        datetime.date(2025, 1, 1),
+        description="the date that a template is told, so that a run does not depend on the day",
+    )
 
 
 class DataSection(Section):
@@ -245,6 +270,7 @@ class Recipe(Section):
     seed: NonNegative = Field(0, description="every random draw of the run derives from it")
     model: ModelSection = Field(default_factory=ModelSection)
     tokenizer: TokenizerSection = Field(default_factory=TokenizerSection)
+    chat: ChatSection = Field(default_factory=ChatSection)
     data: DataSection = Field(default_factory=DataSection)
     task: TaskSection = Field(default_factory=TaskSection)
     sampling: SamplingSection = Field(default_factory=SamplingSection)
@@ -277,6 +303,26 @@ class Recipe(Section):
                 f"rollout.samples_per_prompt=1 with algorithm.advantage={self.algorithm.advantage!r}: a group of one "
                 "has no baseline, every advantage is 0 and nothing is learned. Sample at least 2, or use 'reinforce'."
             )
+        yield from self._chat_conflicts()
+
+    def _chat_conflicts(self) -> Iterator[str]:
+        if self.tokenizer.kind == "checkpoint" and not self.model.checkpoint:
+            yield (
+                "tokenizer.kind='checkpoint' with no model.checkpoint: there is no checkpoint to take it from. "
+                "Set model.checkpoint, or tokenizer.kind='character'."
+            )
+        if self.chat.template == "model" and self.tokenizer.kind != "checkpoint":
+            yield (
+                f"chat.template='model' with tokenizer.kind={self.tokenizer.kind!r}: a model's template writes special "
+                "tokens that only its own tokenizer knows. Set tokenizer.kind='checkpoint'."
+            )
+        if self.chat.template == "none":
+            unused = [name for name in ("system", "prefill", "options") if getattr(self.chat, name)]
+            if unused:
+                yield (
+                    f"chat.{unused[0]} with chat.template='none': texts are encoded as they are, and it would be "
+                    "ignored. Choose a chat.template."
+                )
 
     @property
     def prompts_per_element(self) -> int:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 from jax_core.models.config import ModelConfig
 from jax_core.policies import PolicyCache, PolicyStore, TrainerStore
 from jax_core.sampling.engine import Engine
-from jax_core.tokenizers import CharacterTokenizer, make_tokenizer
+from jax_core.tokenizers import Tokenizer, make_tokenizer
 from jax_core.trainer import Trainer, TrainState
 from schemas import run_layout
 from schemas.manifest import PolicyCommit
@@ -100,8 +100,8 @@ class Runtime:
         return TrainerStore(self.store)
 
     @built_once
-    def tokenizer(self) -> CharacterTokenizer:
-        return make_tokenizer(self.recipe.tokenizer)
+    def tokenizer(self) -> Tokenizer:
+        return make_tokenizer(self.recipe)
 
     @built_once
     def model_config(self) -> ModelConfig:

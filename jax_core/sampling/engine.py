@@ -27,7 +27,7 @@ from jax_core.models.config import ModelConfig
 from jax_core.models.decoder import Params, bind
 from jax_core.models.passes import Cache, Prefix, extend, prefill
 from jax_core.sampling.distribution import draw, sampling_logprobs
-from jax_core.tokenizers import CharacterTokenizer
+from jax_core.tokenizers import Tokenizer
 from schemas.records import SamplingRecord
 
 _FIRST_COLUMNS = 32
@@ -58,7 +58,7 @@ class Engine:
     def __init__(
         self,
         config: ModelConfig,
-        tokenizer: CharacterTokenizer,
+        tokenizer: Tokenizer,
         sampling: SamplingRecord,
         *,
         answer_tokens: int,

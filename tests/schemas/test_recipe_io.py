@@ -186,6 +186,10 @@ def test_a_recipe_without_a_name_is_told_so(write: Write) -> None:
         (["rollout.samples_per_prompt=1"], "a group of one has no baseline"),
         (["rollout.elements_per_step=3"], "elements have one fixed shape"),
         (["tokenizer.alphabet=aab"], "more than once"),
+        (["tokenizer.kind=checkpoint"], "there is no checkpoint to take it from"),
+        (["chat.template=model"], "special tokens that only its own tokenizer knows"),
+        (["chat.prefill=Answer:"], "chat.prefill with chat.template='none'"),
+        (["chat.system=Be brief."], "chat.system with chat.template='none'"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused_with_the_reason(

@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 
-from jax_core.tokenizers import make_tokenizer
+from jax_core.tokenizers import CharacterTokenizer
 from schemas.errors import UserError
 from schemas.recipe import RolloutSection, TokenizerSection, TrainerSection
 from schemas.records import Prompt
@@ -135,7 +135,7 @@ def written(size, **options):
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_the_default_alphabet_and_lengths_hold_every_text_of_the_default_sizes(size):
-    tokenizer = make_tokenizer(TokenizerSection())
+    tokenizer = CharacterTokenizer(TokenizerSection().alphabet)
     texts = written(size)
     assert set(texts[1:]) >= {cell_name((r, c), 5) for r in range(size) for c in range(size) if r + c < 2 * size - 2}
     for text in texts:
@@ -150,8 +150,8 @@ def test_the_default_alphabet_and_lengths_hold_every_text_of_the_default_sizes(s
 def test_the_largest_lake_needs_its_own_alphabet():
     texts = written(9, names_grid=9)
     with pytest.raises(UserError, match="alphabet"):
-        make_tokenizer(TokenizerSection()).encode(texts[0])
-    tokenizer = make_tokenizer(TokenizerSection(alphabet=alphabet(9)))
+        CharacterTokenizer(TokenizerSection().alphabet).encode(texts[0])
+    tokenizer = CharacterTokenizer(alphabet(9))
     assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in texts)
 
 

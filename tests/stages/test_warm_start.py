@@ -34,7 +34,7 @@ def nothing(step: int, values: object) -> None:
 def shown(tokens: np.ndarray, mask: np.ndarray) -> str:
     """Characters, answers in brackets."""
     tokenizer = Runtime("unused", WARM).tokenizer
-    pieces = [tokenizer.piece(int(token)) for token in tokens]
+    pieces = [tokenizer.token_text(int(token)) for token in tokens]
     return "".join(f"[{piece}]" if trained else piece for piece, trained in zip(pieces, mask, strict=True))
 
 

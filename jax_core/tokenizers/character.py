@@ -1,16 +1,14 @@
-"""Text to token ids and back. One token a character; the ids, not the text, are the source of truth everywhere.
-
-Left out: byte-pair tokenizers and chat templates.
-"""
+"""One token a character: for models that are trained from nothing on texts of a small alphabet."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 
 from schemas.errors import UserError
-from schemas.recipe import TokenizerSection
 
 
 class CharacterTokenizer:
@@ -25,6 +23,10 @@ class CharacterTokenizer:
 
     pad_id = 0
     eos_id = 1
+    stop_ids: tuple[int, ...] = (1,)
+    special_ids = frozenset({0, 1})
+    bos_ids: tuple[int, ...] = ()
+    special_tokens: Mapping[str, str] = MappingProxyType({})  # no text stands for one
     _SPECIAL = ("<pad>", "<eos>")
 
     def __init__(self, alphabet: str):
@@ -35,11 +37,6 @@ class CharacterTokenizer:
     @property
     def vocab_size(self) -> int:
         return len(self._piece_of)
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Token ids that end an answer."""
-        return (self.eos_id,)
 
     def encode(self, text: str) -> np.ndarray:
         """Ids, int32 [T], of `text`.
@@ -57,14 +54,17 @@ class CharacterTokenizer:
                 "Add it to tokenizer.alphabet in the recipe.",
             ) from None
 
+    encode_inside = encode
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; special tokens have no text."""
         return "".join(self._piece_of[i] for i in ids if i >= len(self._SPECIAL))
 
-    def piece(self, token: int) -> str:
+    def token_text(self, token: int) -> str:
         """What a person sees of one token, special tokens by name."""
         return self._piece_of[token]
 
-
-def make_tokenizer(section: TokenizerSection) -> CharacterTokenizer:
-    return CharacterTokenizer(section.alphabet)
+    def with_stop_id(self, token: int) -> CharacterTokenizer:
+        other = copy.copy(self)
+        other.stop_ids = (*self.stop_ids, token)
+        return other
