@@ -31,5 +31,5 @@ def _in_package(location: str) -> Path:
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         way_out = f"pip install {package.replace('_', '-')}"
-        raise UserError(location, f"lies in a Python package {package}, which is not installed.", way_out)
+        raise UserError(location, f"there is no installed package {package!r}.", way_out)
     return Path(spec.submodule_search_locations[0]) / file

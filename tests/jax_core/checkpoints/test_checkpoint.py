@@ -85,5 +85,5 @@ def test_what_is_no_place_in_a_package_is_refused(location):
 
 
 def test_a_package_that_is_not_installed_is_named_with_the_way_to_install_it():
-    with pytest.raises(UserError, match=r"not installed\. pip install no-such-package"):
+    with pytest.raises(UserError, match=r"no installed package 'no_such_package'\. pip install no-such-package"):
         resolve("package:no_such_package/model.gguf")

@@ -86,7 +86,7 @@ def test_llama_3s_scaling_is_found_again_in_the_table_that_gguf_keeps_of_it(tmp_
 
 
 def test_llama_3_leaves_fast_waves_and_divides_slow_ones_by_its_factor():
-    """Llama 3.1: theta 500000, heads of 128, factor 8. Waves of up to 2048 positions stay, those over 8192 slow down."""
+    """Llama 3.1: theta 500000, heads of 128, factor 8. Waves of up to 2048 positions stay, over 8192 they slow."""
     divisors = llama3_divisors(500_000.0, 128, 8.0)
     waves = 2 * np.pi * 500_000.0 ** (np.arange(0, 128, 2) / 128)
     assert (divisors[waves < 2048] == 1).all() and np.allclose(divisors[waves > 8192], 8)
