@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from jax_core.checkpoints import Checkpoint
+    from jax_core.models.config import ModelConfig
     from jax_core.models.decoder import Params
     from jax_core.tokenizers import Tokenizer
     from stages.runtime import Runtime
@@ -230,6 +231,7 @@ def greedy_answer(checkpoint: Checkpoint, prompt: str, max_tokens: int) -> str:
 
 def _prompt_ids(location: str, tokenizer: Tokenizer, prompt: str) -> Any:
     import numpy as np
+
     from jax_core.chat.template import load_template
 
     try:
@@ -285,14 +287,9 @@ def export(
         raise UserError(f"--dtype {dtype}", "is no type of a model's weights.", f"One of {', '.join(DTYPES)}.")
     shared = open_run(run)
     version = newest_version(shared) if version is None else version
-    files = write_checkpoint(
-        to,
-        shared.model_config,
-        shared.policies.load(version),
-        dtype=dtype,
-        max_shard_bytes=shard_bytes,
-        **_beside_the_weights(shared),
-    )
+    config, beside = _beside_the_weights(shared)
+    params = shared.policies.load(version)
+    files = write_checkpoint(to, config, params, dtype=dtype, max_shard_bytes=shard_bytes, **beside)
     console_out().print(f"version {version} of {run} in {to}: {', '.join(files)}", markup=False, highlight=False)
 
 
@@ -307,21 +304,20 @@ def bytes_of(text: str) -> int:
     return round(float(match[1]) * _UNITS[match[2].lower()])
 
 
-def _beside_the_weights(shared: Runtime) -> dict[str, Any]:
-    """config.json, generation_config.json and the tokenizer's files: the checkpoint's own if the run began from one."""
+def _beside_the_weights(shared: Runtime) -> tuple[ModelConfig, dict[str, Any]]:
+    """The model; and its config.json, generation_config.json and tokenizer files, which are the checkpoint's own if the
+    run began from one."""
     from jax_core.checkpoints import open_checkpoint
     from jax_core.checkpoints.tokenizer_files import character_files, copied_files, gguf_files
 
-    location = shared.recipe.model.checkpoint
-    tokenizer = shared.tokenizer
-    generation = {"eos_token_id": list(tokenizer.stop_ids), "pad_token_id": tokenizer.pad_id}
+    location, tokenizer = shared.recipe.model.checkpoint, shared.tokenizer
+    stops = {"eos_token_id": list(tokenizer.stop_ids), "pad_token_id": tokenizer.pad_id}
     if not location:
-        return {"generation_json": generation, "files": character_files(tokenizer)}
+        return shared.model_config, {"generation_json": stops, "files": character_files(tokenizer)}
     checkpoint = open_checkpoint(location)
-    if checkpoint.path.is_file():
-        return {"config_json": checkpoint.config_json, "generation_json": generation, "files": gguf_files(location)}
-    return {
-        "config_json": checkpoint.config_json,
-        "generation_json": checkpoint.generation_json,
-        "files": copied_files(checkpoint.path),
-    }
+    beside: dict[str, Any] = {"config_json": checkpoint.config_json}
+    if checkpoint.path.is_dir():
+        beside |= {"generation_json": checkpoint.generation_json, "files": copied_files(checkpoint.path)}
+    else:
+        beside |= {"generation_json": stops, "files": gguf_files(location)}
+    return checkpoint.config, beside
