@@ -41,5 +41,5 @@ def make_optimizer(section: OptimizerSection) -> optax.GradientTransformation:
 
 
 def _is_matrix(params: Params) -> Params:
-    # By name: norms' scales are stacked over layers, so their number of axes says nothing.
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "scale", params)
+    # By name: norms' scales and biases are stacked over layers, so their number of axes says nothing.
+    return jax.tree_util.tree_map_with_path(lambda path, _: not path[-1].key.endswith(("scale", "bias")), params)

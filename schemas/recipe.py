@@ -36,7 +36,7 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """A Llama-family decoder with random weights (seeded by the run)."""
+    """The model: a checkpoint, or a Llama of the given shape with random weights (seeded by the run)."""
 
     family: Literal["llama"] = Field("llama", description="the decoder's family")
     layers: Positive = Field(2, description="decoder blocks")
@@ -48,7 +48,17 @@ class ModelSection(Section):
     rope_theta: PositiveFloat = Field(10_000.0, description="base of the rotary frequencies")
     norm_epsilon: PositiveFloat = Field(1e-5, description="RMSNorm epsilon")
     tied_head: bool = Field(True, description="the output head is the transposed embedding")
-    checkpoint: str = Field("", description="a checkpoint's folder or .gguf file; '': random weights")
+    checkpoint: str = Field(
+        "", description="folder, GGUF file or package:PACKAGE/FILE to start from; its shape replaces the one above"
+    )
+    parameters_dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the weights")
+    compute_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of activations and caches; norms, softmax, routers and logits stay float32"
+    )
+    remat: Literal["none", "blocks", "dots"] = Field(
+        "none",
+        description="what a gradient computes again to save memory: nothing, whole blocks, or all but matrix products",
+    )
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> ModelSection:

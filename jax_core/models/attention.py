@@ -21,55 +21,41 @@ class Keys(NamedTuple):
     """One place to attend to. Its batch N may divide the queries' batch B: B // N consecutive rows share it."""
 
     k: jax.Array  # [N, S, K, h], rotated
-    v: jax.Array  # [N, S, K, h]
+    v: jax.Array  # [N, S, K, w]
     mask: jax.Array  # bool [B or N or 1, T or 1, S]: True where a query may look
 
 
-def attend(q: jax.Array, places: list[Keys]) -> jax.Array:
-    """Scaled dot-product attention of q [B, T, H, h] over all `places` at once -> [B, T, H, h].
+def attend(q: jax.Array, places: list[Keys], scale: float, soft_cap: float | None = None) -> jax.Array:
+    """Scaled dot-product attention of q [B, T, H, h] over all `places` at once -> [B, T, H, w].
 
     Query head i uses key head i // (H // K) (grouped-query attention, Ainslie et al. 2023). Softmax in float32.
     """
-    scores = [_scores(q, place) for place in places]
+    scores = [_scores(q, place, scale, soft_cap) for place in places]
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
     ends = list(accumulate(s.shape[-1] for s in scores))
     parts = jnp.split(weights, ends[:-1], axis=-1)
-    mixed = [_mix(part, place.v, q.shape) for part, place in zip(parts, places, strict=True)]
+    mixed = [_mix(part, place.v) for part, place in zip(parts, places, strict=True)]
     return sum(mixed[1:], start=mixed[0])
 
 
-def _scores(q: jax.Array, place: Keys) -> jax.Array:
+def _scores(q: jax.Array, place: Keys, scale: float, soft_cap: float | None) -> jax.Array:
     """Masked scores [B, K, R, T, S], R = H // K query heads a key head."""
     b, t, heads, width = q.shape
     n, s, kv_heads, _ = place.k.shape
     grouped = q.reshape(n, b // n, t, kv_heads, heads // kv_heads, width)
     scores = jnp.einsum("ngtkrh,nskh->ngkrts", grouped, place.k, preferred_element_type=jnp.float32)
-    scores = scores.reshape(b, kv_heads, heads // kv_heads, t, s) * width**-0.5
+    scores = scores.reshape(b, kv_heads, heads // kv_heads, t, s) * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
     mask = place.mask
     if mask.shape[0] not in (1, b):
         mask = jnp.repeat(mask, b // mask.shape[0], axis=0)
     return jnp.where(mask[:, None, None], scores, _MASKED)
 
 
-def _mix(weights: jax.Array, v: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Weighted values [B, T, H, h] of weights [B, K, R, T, S] and v [N, S, K, h]."""
+def _mix(weights: jax.Array, v: jax.Array) -> jax.Array:
+    """Weighted values [B, T, H, w] of weights [B, K, R, T, S] and v [N, S, K, w]."""
     b, kv_heads, repeats, t, s = weights.shape
-    n = v.shape[0]
+    n, width = v.shape[0], v.shape[-1]
     grouped = weights.astype(v.dtype).reshape(n, b // n, kv_heads, repeats, t, s)
-    return jnp.einsum("ngkrts,nskh->ngtkrh", grouped, v).reshape(shape)
-
-
-def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-    """RoPE (Su et al. 2021) in the half-split layout of Llama checkpoints: channel i turns with channel i + h/2.
-
-    Args:
-      x: [B, T, n, h] queries or keys.
-      positions: int32 [B, T] position of each token in its own trajectory.
-      theta: base of the frequencies, theta ** (-2 i / h).
-    """
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions[..., None].astype(jnp.float32) * frequencies
-    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
-    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+    return jnp.einsum("ngkrts,nskh->ngtkrh", grouped, v).reshape(b, t, kv_heads * repeats, width)

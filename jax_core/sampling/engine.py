@@ -25,7 +25,7 @@ import numpy as np
 
 from jax_core.models.config import ModelConfig
 from jax_core.models.decoder import Params, bind
-from jax_core.models.passes import Cache, Prefix, extend, prefill
+from jax_core.models.passes import Cache, Layers, Prefix, empty_cache, extend, prefill, take_rows, widen, write
 from jax_core.sampling.distribution import draw, sampling_logprobs
 from jax_core.tokenizers import Tokenizer
 from schemas.records import SamplingRecord
@@ -111,7 +111,7 @@ class Session:
         self._positions = np.repeat(lengths - 1, samples).astype(np.int32)  # of the pending token
         self._seeds = np.asarray(seeds, np.uint32)
         self._columns = 0  # used columns of the cache
-        self._cache = self._empty_cache(rows, _FIRST_COLUMNS)
+        self._cache = empty_cache(engine.config, rows, _FIRST_COLUMNS)
 
     def answer(self, environment_tokens: Mapping[int, np.ndarray]) -> dict[int, Answer]:
         """One answer of each named row, after the tokens that the environment wrote since its last answer.
@@ -121,8 +121,8 @@ class Session:
         self._retire(environment_tokens)
         chunk, lengths = self._chunk(environment_tokens)
         self._make_room(chunk.shape[1] + self._engine.answer_tokens - 1)
-        *drawn, cache_k, cache_v = self._decode(chunk, lengths)
-        self._cache = Cache(cache_k, cache_v, self._cache.valid)
+        *drawn, layers = self._decode(chunk, lengths)
+        self._cache = Cache(layers, self._cache.valid)
         tokens, logprobs, counts = np.asarray(drawn[0]), np.asarray(drawn[1]), np.array(drawn[2])
         answers = {}
         for slot in np.flatnonzero(self._alive):
@@ -132,10 +132,10 @@ class Session:
         self._advance(lengths, counts, tokens, chunk.shape[1])
         return answers
 
-    def _decode(self, chunk: np.ndarray, lengths: np.ndarray) -> tuple[jax.Array, ...]:
+    def _decode(self, chunk: np.ndarray, lengths: np.ndarray) -> tuple[Any, ...]:
         engine = self._engine
-        shapes = (engine.static, self._prefix.k.shape, self._cache.k.shape, chunk.shape)
-        arguments = (self._params, self._prefix, self._cache.k, self._cache.v, self._cache.valid, self._columns)
+        shapes = (engine.static, self._prefix.shape, self._cache.valid.shape, chunk.shape)
+        arguments = (self._params, self._prefix, self._cache.layers, self._cache.valid, self._columns)
         with _compiling(shapes):
             return _decode(*engine.static, *arguments, chunk, lengths, self._positions, self._seeds)
 
@@ -163,9 +163,9 @@ class Session:
         """Keeps the living rows, in `slots` slots. Prompts are copied to each, since groups have become ragged."""
         keep = np.flatnonzero(self._alive)
         keep = np.concatenate([keep, np.flatnonzero(~self._alive)[: slots - len(keep)]])
-        group = keep // (len(self._rows) // self._prefix.k.shape[1])
-        self._prefix = Prefix(self._prefix.k[:, group], self._prefix.v[:, group], self._prefix.lengths[group])
-        self._cache = Cache(self._cache.k[:, keep], self._cache.v[:, keep], self._cache.valid[keep])
+        group = keep // (len(self._rows) // self._prefix.shape[0])
+        self._prefix = Prefix(take_rows(self._prefix.layers, group), self._prefix.lengths[group])
+        self._cache = Cache(take_rows(self._cache.layers, keep), self._cache.valid[keep])
         self._rows, self._alive, self._pending = self._rows[keep], self._alive[keep], self._pending[keep]
         self._positions, self._seeds = self._positions[keep], self._seeds[keep]
 
@@ -203,14 +203,8 @@ class Session:
         wider = have
         while wider < needed:
             wider *= 2
-        pad = [(0, 0), (0, 0), (0, wider - have), (0, 0), (0, 0)]
-        valid = np.pad(self._cache.valid, pad[1:3])
-        self._cache = Cache(jnp.pad(self._cache.k, pad), jnp.pad(self._cache.v, pad), valid)
-
-    def _empty_cache(self, rows: int, columns: int) -> Cache[np.ndarray]:
-        c = self._engine.config
-        shape = (c.layers, rows, columns, c.kv_heads, c.head_width)
-        return Cache(jnp.zeros(shape), jnp.zeros(shape), np.zeros((rows, columns), bool))
+        valid = np.pad(self._cache.valid, [(0, 0), (0, wider - have)])
+        self._cache = Cache(widen(self._cache.layers, wider - have), valid)
 
 
 def _round_up(width: int) -> int:
@@ -243,8 +237,7 @@ def _prefill(config: ModelConfig, params: Params, prompts: jax.Array, lengths: j
 
 class _Decoding(NamedTuple):
     step: jax.Array
-    cache_k: jax.Array
-    cache_v: jax.Array
+    layers: Layers
     valid: jax.Array  # bool [B, S]
     last: jax.Array  # int32 [B]
     position: jax.Array  # int32 [B], of `last`
@@ -254,7 +247,7 @@ class _Decoding(NamedTuple):
     counts: jax.Array  # int32 [B]
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), donate_argnames=("cache_k", "cache_v"))
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), donate_argnames="layers")
 def _decode(
     config: ModelConfig,
     sampling: SamplingRecord,
@@ -263,15 +256,14 @@ def _decode(
     stop_ids: tuple[int, ...],
     params: Params,
     prefix: Prefix,
-    cache_k: jax.Array,
-    cache_v: jax.Array,
+    layers: Layers,
     valid: jax.Array,
     column: jax.Array,
     chunk: jax.Array,
     lengths: jax.Array,
     positions: jax.Array,
     seeds: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, Layers]:
     """Runs a chunk [B, C], then decodes up to `answer_tokens` tokens of each row, all in one compiled call.
 
     Returns tokens [B, N], logprobs [B, N], counts [B] and the cache's keys and values with the new columns.
@@ -290,37 +282,28 @@ def _decode(
 
     offsets = jnp.arange(width)
     chunk_valid = offsets[None] < lengths[:, None]
-    hidden, k, v = extend(
-        model, prefix, Cache(cache_k, cache_v, valid), chunk, positions[:, None] + offsets[None], chunk_valid
-    )
+    chunk_positions = positions[:, None] + offsets[None]
+    hidden, new = extend(model, prefix, Cache(layers, valid), chunk, chunk_positions, chunk_valid)
     last = jnp.maximum(lengths - 1, 0)
     first_position = positions + last + 1
     token, logprob = sample(hidden[jnp.arange(rows), last], first_position)
-    cache_k = jax.lax.dynamic_update_slice(cache_k, k, (0, 0, column, 0, 0))
-    cache_v = jax.lax.dynamic_update_slice(cache_v, v, (0, 0, column, 0, 0))
+    layers = write(layers, new, column)
     tokens = jnp.zeros((rows, answer_tokens), jnp.int32).at[:, 0].set(token)
     logprobs = jnp.zeros((rows, answer_tokens), jnp.float32).at[:, 0].set(logprob)
     if answer_tokens == 1:
-        return tokens, logprobs, jnp.ones(rows, jnp.int32), cache_k, cache_v
+        return tokens, logprobs, jnp.ones(rows, jnp.int32), layers
 
     def go_on(s: _Decoding):
         return (s.step < answer_tokens) & s.running.any()
 
     def one_token(s: _Decoding) -> _Decoding:
         at = column + width + s.step - 1
-        hidden, k, v = extend(
-            model,
-            prefix,
-            Cache(s.cache_k, s.cache_v, s.valid),
-            s.last[:, None],
-            s.position[:, None],
-            s.running[:, None],
-        )
+        cache = Cache(s.layers, s.valid)
+        hidden, new = extend(model, prefix, cache, s.last[:, None], s.position[:, None], s.running[:, None])
         token, logprob = sample(hidden[:, 0], s.position + 1)
         return _Decoding(
             step=s.step + 1,
-            cache_k=jax.lax.dynamic_update_slice(s.cache_k, k, (0, 0, at, 0, 0)),
-            cache_v=jax.lax.dynamic_update_slice(s.cache_v, v, (0, 0, at, 0, 0)),
+            layers=write(s.layers, new, at),
             valid=jax.lax.dynamic_update_slice(s.valid, s.running[:, None], (0, at)),
             last=jnp.where(s.running, token, s.last),
             position=s.position + s.running,
@@ -332,8 +315,7 @@ def _decode(
 
     start = _Decoding(
         step=jnp.int32(1),
-        cache_k=cache_k,
-        cache_v=cache_v,
+        layers=layers,
         valid=jax.lax.dynamic_update_slice(valid, chunk_valid, (0, column)),
         last=token,
         position=first_position,
@@ -343,4 +325,4 @@ def _decode(
         counts=jnp.ones(rows, jnp.int32),
     )
     end = jax.lax.while_loop(go_on, one_token, start)
-    return end.tokens, end.logprobs, end.counts, end.cache_k, end.cache_v
+    return end.tokens, end.logprobs, end.counts, end.layers

@@ -16,7 +16,7 @@ from schemas.recipe import ModelSection
 from schemas.records import SamplingRecord
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "tiny_llama.npz")
-CONFIG = ModelConfig(64, 2, 32, 4, 2, 8, 64, 1e6, 1e-5, True)
+CONFIG = ModelConfig.llama(64, 2, 32, 4, 2, 8, 64, 1e6, 1e-5, True)
 _PARTS = {
     ("attention", "q"): "self_attn.q_proj",
     ("attention", "k"): "self_attn.k_proj",

@@ -12,7 +12,7 @@ from schemas.records import Group, Placement, Rollout, SamplingRecord, ScoredRol
 
 ALPHABET = "abcdefghijklmnopqrst"
 VOCAB = len(ALPHABET) + 2
-CONFIG = ModelConfig(
+CONFIG = ModelConfig.llama(
     vocab_size=VOCAB,
     layers=2,
     width=32,
