@@ -44,14 +44,14 @@ def gguf_files(location: str | Path) -> dict[str, bytes]:
 
 
 def character_files(tokenizer: CharacterTokenizer) -> dict[str, bytes]:
-    """One token a character, as Hugging Face's files; a character that is not in the alphabet is no token there."""
+    """One token a character, as Hugging Face's files; there, a character that is not in the alphabet is <pad>."""
     try:
         from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     except ImportError as error:
         raise UserError("the tokenizer's file", "needs tokenizers.", "pip install 'rollstream[models]'") from error
     special = ("<pad>", "<eos>")
     pieces = [*special, *tokenizer.alphabet]
-    backend = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}))
+    backend = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token=special[0]))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in special])

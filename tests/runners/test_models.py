@@ -62,8 +62,8 @@ def folder(tmp_path) -> Path:
 
 def test_check_says_what_a_model_is_and_that_it_loads(folder):
     text = printed(invoke("models", "check", folder))
-    assert "LlamaForCausalLM, 68,160 parameters" in text
-    assert "float32 (68,160)" in text
+    assert "LlamaForCausalLM, 74,048 parameters" in text
+    assert "float32 (74,048)" in text
     assert "96 tokens, stops at <eos>" in text
     assert "loads: yes" in text
 
@@ -74,7 +74,7 @@ def test_check_gives_the_size_of_each_part(folder):
     attention = sum(int(np.prod(shape)) for name, shape in shapes.items() if "self_attn" in name)
     assert said["parts"]["attention"] == {"parameters": attention, "bytes": 4 * attention}
     assert set(said["parts"]) == {"embedding", "attention", "mlp", "norms", "head"}
-    assert sum(part["parameters"] for part in said["parts"].values()) == 68_160
+    assert sum(part["parameters"] for part in said["parts"].values()) == 74_048
     assert said["loads"] is True and said["answer"] is None
 
 
