@@ -173,14 +173,14 @@ def _switches(metadata: Metadata, file: GGUFFile) -> dict[str, Any]:
             }
         case "gemma2":
             return _gemma(metadata, window) | {
-                "layer_types": _layer_types(metadata.whole("block_count"), every=2),
+                "layer_types": _layer_types(metadata, every=2),
                 "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0),
                 "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0),
             }
         case _:
             return _gemma(metadata, window) | {
-                "layer_types": _layer_types(metadata.whole("block_count"), every=6),
-                "rope_local_base_freq": 10_000.0,
+                "layer_types": _layer_types(metadata, every=6),
+                "rope_local_base_freq": _float32(metadata.number("rope.freq_base_swa", 10_000.0)),
             }
 
 
@@ -193,9 +193,14 @@ def _gemma(metadata: Metadata, window: int) -> dict[str, Any]:
     return {"hidden_activation": "gelu_pytorch_tanh", "sliding_window": window, "query_pre_attn_scalar": scale}
 
 
-def _layer_types(layers: int, every: int) -> list[str]:
-    """Each `every`-th layer attends to everything, the others to a window."""
-    return ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)]
+def _layer_types(metadata: Metadata, every: int) -> list[str]:
+    """Each `every`-th layer attends to everything, the others to a window; unless the file says which."""
+    layers, pattern = metadata.whole("block_count"), metadata.get("attention.sliding_window_pattern", every)
+    if isinstance(pattern, int) and pattern > 0:
+        pattern = [(layer + 1) % pattern != 0 for layer in range(layers)]
+    if not isinstance(pattern, list) or len(pattern) != layers:
+        raise damaged(metadata.path, f"has attention.sliding_window_pattern {pattern!r} for {layers} layers.")
+    return ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
 
 
 def _scaling(metadata: Metadata, file: GGUFFile) -> dict[str, Any]:
@@ -216,28 +221,23 @@ def _scaling(metadata: Metadata, file: GGUFFile) -> dict[str, Any]:
 def _llama3_scaling(metadata: Metadata, file: GGUFFile) -> dict[str, Any]:
     """Llama 3's scaling, of which GGUF keeps only what each frequency is divided by.
 
-    The factor is the largest of these; the other three numbers are those of every published Llama 3 model, and the
-    divisors that follow are compared with the file's.
+    The factor is the largest of these, the low and the high frequency are those of every published Llama 3 model, and
+    the original context is the power of two whose divisors are the file's.
     """
     found = file.lines("rope_freqs.weight", 0, 1)[0].astype(np.float32)
-    scaling = {
-        "rope_type": "llama3",
-        "factor": _float32(float(found.max(initial=1.0))),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    expected = llama3_divisors(metadata.number("rope.freq_base", 10_000.0), 2 * len(found), scaling["factor"])
-    if not np.allclose(found, expected, rtol=1e-4):
-        reason = "divides its RoPE frequencies (rope_freqs.weight) otherwise than Llama 3 does."
-        raise UserError(str(metadata.path), reason, "Use the model's safetensors files.")
-    return {"rope_scaling": scaling}
+    theta, factor = metadata.number("rope.freq_base", 10_000.0), _float32(float(found.max(initial=1.0)))
+    for context in (2**13, *(2**n for n in range(5, 21))):
+        if np.allclose(found, llama3_divisors(theta, 2 * len(found), factor, context), rtol=1e-4):
+            scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            return {"rope_scaling": scaling | {"original_max_position_embeddings": context}}
+    reason = "divides its RoPE frequencies (rope_freqs.weight) otherwise than Llama 3 does."
+    raise UserError(str(metadata.path), reason, "Use the model's safetensors files.")
 
 
-def llama3_divisors(theta: float, head_width: int, factor: float) -> np.ndarray:
-    """What Llama 3's scaling divides each of the h/2 frequencies by: from 1 for waves that turn often within the
-    original 8192 positions to `factor` for those that do not turn once."""
-    turns = 8192 * theta ** (-np.arange(0, head_width, 2) / head_width) / (2 * math.pi)
+def llama3_divisors(theta: float, head_width: int, factor: float, context: int) -> np.ndarray:
+    """What Llama 3's scaling divides each of the h/2 frequencies by: from 1 for waves that turn 4 times within the
+    original context to `factor` for those that do not turn once."""
+    turns = context * theta ** (-np.arange(0, head_width, 2) / head_width) / (2 * math.pi)
     smooth = np.clip((turns - 1.0) / (4.0 - 1.0), 0.0, 1.0)
     return 1.0 / (smooth + (1.0 - smooth) / factor)
 

@@ -1,37 +1,19 @@
-"""The small models of `models` as llama.cpp's conversion writes them."""
+"""Hugging Face models as llama.cpp's conversion writes them: its names (of the gguf package), permutations and sums."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import quantize
 
 from tests.jax_core.checkpoints import models
 
-LAYER_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-OUTER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-
-
-def gguf_name(name: str) -> str:
-    module, kind = name.rsplit(".", 1)
-    if module in OUTER_NAMES:
-        return f"{OUTER_NAMES[module]}.{kind}"
-    _, _, layer, rest = module.split(".", 3)
-    return f"blk.{layer}.{LAYER_NAMES[rest]}.{kind}"
+ARCHITECTURES = {name: architecture for architecture, name in MODEL_ARCH_NAMES.items()}
 
 
 def permuted(tensor: np.ndarray, heads: int) -> np.ndarray:
@@ -41,7 +23,7 @@ def permuted(tensor: np.ndarray, heads: int) -> np.ndarray:
     return tensor[order]
 
 
-def write_llama(
+def write_gguf(
     path: Path,
     tensors: Mapping[str, np.ndarray],
     config: Mapping[str, Any] = models.CONFIG,
@@ -49,20 +31,33 @@ def write_llama(
     architecture: str = "llama",
     extra: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
-    """Norms in float32, everything else in `kind`."""
+    """Vectors in float32, everything else in `kind`. `extra` tensors under their own names."""
     writer = writer_of(path, config, architecture)
-    for name, tensor in tensors.items():
+    names = get_tensor_name_map(ARCHITECTURES.get(architecture, MODEL_ARCH.LLAMA), config["num_hidden_layers"])
+    for name, tensor in experts_together(tensors).items():
+        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert theirs is not None, name
         if architecture == "llama" and ".q_proj" in name:
             tensor = permuted(tensor, config["num_attention_heads"])
         if architecture == "llama" and ".k_proj" in name:
             tensor = permuted(tensor, config["num_key_value_heads"])
+        if architecture.startswith("gemma") and "norm" in name:
+            tensor = tensor + 1
         if tensor.ndim == 1:
-            writer.add_tensor(gguf_name(name), tensor)
+            writer.add_tensor(theirs, tensor)
         else:
-            writer.add_tensor(gguf_name(name), quantize(tensor, kind), raw_dtype=kind)
+            writer.add_tensor(theirs, quantize(tensor, kind), raw_dtype=kind)
     for name, tensor in (extra or {}).items():
         writer.add_tensor(name, tensor)
     return close(writer, path)
+
+
+def experts_together(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """With each layer's experts in one tensor."""
+    together: dict[str, list[np.ndarray]] = {}
+    for name, tensor in tensors.items():  # in order of the experts, if there are fewer than ten
+        together.setdefault(re.sub(r"experts\.\d", "experts", name), []).append(tensor)
+    return {name: np.stack(parts) if len(parts) > 1 else parts[0] for name, parts in together.items()}
 
 
 def writer_of(path: Path, config: Mapping[str, Any], architecture: str) -> GGUFWriter:
@@ -73,11 +68,20 @@ def writer_of(path: Path, config: Mapping[str, Any], architecture: str) -> GGUFW
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
+    if "head_dim" in config:
+        writer.add_key_length(config["head_dim"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_eos_token_id(2)
     writer.add_eot_token_id(7)
+    if "moe_intermediate_size" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if experts := config.get("num_experts") or config.get("num_local_experts"):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if config.get("sliding_window") and "layer_types" in config:
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     return writer
 
 

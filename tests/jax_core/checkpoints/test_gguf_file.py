@@ -199,7 +199,7 @@ def test_a_header_that_cannot_be_true_is_refused_at_once(tmp_path, data):
 
 
 def test_wherever_a_file_is_cut_it_is_named(tmp_path):
-    path = gguf_models.write_llama(tmp_path / "x.gguf", models.tensors())
+    path = gguf_models.write_gguf(tmp_path / "x.gguf", models.tensors())
     whole = path.read_bytes()
     for kept in [*range(24, 2000, 61), len(whole) // 2, len(whole) - 64]:
         path.write_bytes(whole[:kept])
@@ -208,7 +208,7 @@ def test_wherever_a_file_is_cut_it_is_named(tmp_path):
 
 
 def test_whatever_bytes_are_altered_the_file_is_refused_or_reads_within_itself(tmp_path):
-    path = gguf_models.write_llama(tmp_path / "x.gguf", models.tensors(), kind=Q.Q4_1)
+    path = gguf_models.write_gguf(tmp_path / "x.gguf", models.tensors(), kind=Q.Q4_1)
     whole, rng = path.read_bytes(), random.Random(0)
     refused = 0
     for _ in range(300):

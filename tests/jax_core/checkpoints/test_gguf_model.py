@@ -16,7 +16,7 @@ from tests.jax_core.checkpoints import gguf_models, models
 
 def llama(tmp_path, **arguments):
     tensors = models.tensors()
-    return tensors, open_checkpoint(gguf_models.write_llama(tmp_path / "x.gguf", tensors, **arguments))
+    return tensors, open_checkpoint(gguf_models.write_gguf(tmp_path / "x.gguf", tensors, **arguments))
 
 
 def test_a_llama_has_hugging_faces_names_and_its_own_numbers(tmp_path):
@@ -51,7 +51,7 @@ def test_the_configuration_is_the_one_that_the_model_was_converted_from(tmp_path
 
 def test_without_a_head_of_its_own_the_head_is_tied(tmp_path):
     tensors = {name: tensor for name, tensor in models.tensors().items() if name != "lm_head.weight"}
-    checkpoint = open_checkpoint(gguf_models.write_llama(tmp_path / "x.gguf", tensors))
+    checkpoint = open_checkpoint(gguf_models.write_gguf(tmp_path / "x.gguf", tensors))
     assert checkpoint.config_json["tie_word_embeddings"] is True
 
 
@@ -61,8 +61,8 @@ def test_ends_of_text_and_of_turn_both_stop(tmp_path):
 
 
 def test_an_architecture_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"architecture 'mamba'.*llama, qwen2"):
-        llama(tmp_path, architecture="mamba")
+    with pytest.raises(UserError, match=r"architecture 'novelty'.*llama, qwen2"):
+        llama(tmp_path, architecture="novelty")
 
 
 def test_a_file_without_an_entry_that_all_have_is_named_with_the_entry(tmp_path):
@@ -73,7 +73,7 @@ def test_a_file_without_an_entry_that_all_have_is_named_with_the_entry(tmp_path)
 
 
 def test_llama_3s_scaling_is_found_again_in_the_table_that_gguf_keeps_of_it(tmp_path):
-    table = llama3_divisors(10_000.0, 16, 32.0).astype(np.float32)
+    table = llama3_divisors(10_000.0, 16, 32.0, 8192).astype(np.float32)
     _, checkpoint = llama(tmp_path, extra={"rope_freqs.weight": table})
     assert checkpoint.config_json["rope_scaling"] == {
         "rope_type": "llama3",
@@ -87,7 +87,7 @@ def test_llama_3s_scaling_is_found_again_in_the_table_that_gguf_keeps_of_it(tmp_
 
 def test_llama_3_leaves_fast_waves_and_divides_slow_ones_by_its_factor():
     """Llama 3.1: theta 500000, heads of 128, factor 8. Waves of up to 2048 positions stay, over 8192 they slow."""
-    divisors = llama3_divisors(500_000.0, 128, 8.0)
+    divisors = llama3_divisors(500_000.0, 128, 8.0, 8192)
     waves = 2 * np.pi * 500_000.0 ** (np.arange(0, 128, 2) / 128)
     assert (divisors[waves < 2048] == 1).all() and np.allclose(divisors[waves > 8192], 8)
     between = divisors[(waves > 2048) & (waves < 8192)]

@@ -63,7 +63,7 @@ def test_one_file_shards_and_gguf_give_the_same_parameters(tmp_path):
     tensors = models.tensors()
     single = load(tmp_path / "single", tensors)
     sharded = load_params(open_checkpoint(models.write_sharded(tmp_path / "sharded", models.halves(tensors))))
-    gguf = load_params(open_checkpoint(gguf_models.write_llama(tmp_path / "x.gguf", tensors)))
+    gguf = load_params(open_checkpoint(gguf_models.write_gguf(tmp_path / "x.gguf", tensors)))
     assert jax.tree.all(jax.tree.map(lambda *same: bool((same[0] == same[1]).all()), single, sharded))
     assert jax.tree.all(jax.tree.map(lambda *same: bool((same[0] == same[1]).all()), single, gguf))
 
@@ -229,7 +229,7 @@ def test_loading_takes_at_most_a_fifth_more_memory_than_the_model(tmp_path, stor
     if stored == "gguf":
         from gguf import GGMLQuantizationType
 
-        path = gguf_models.write_llama(tmp_path / "x.gguf", tensors, LARGE, GGMLQuantizationType.Q8_0)
+        path = gguf_models.write_gguf(tmp_path / "x.gguf", tensors, LARGE, GGMLQuantizationType.Q8_0)
     else:
         numbers = np.float16 if stored == "F16" else np.float32
         path = models.write_folder(tmp_path, {name: tensor.astype(numbers) for name, tensor in tensors.items()}, LARGE)
