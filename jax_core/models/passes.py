@@ -94,11 +94,14 @@ def prefix_mask(lengths: jax.Array, padded: int) -> jax.Array:
 
 
 def _windowed(config: ModelConfig, mask: jax.Array, queries: jax.Array, keys: jax.Array) -> Masks:
-    """`mask` [.., T, S] for each window in the model, by positions of queries [B, T] and keys [B or 1, S]."""
+    """`mask` [B or N or 1, .., S] for each window in the model, by positions of queries [B, T] and keys [B or 1, S]."""
     masks: Masks = {}
     for window in windows(config.blocks):
-        near = None if window is None else queries[:, :, None] - keys[:, None, :] < window
-        masks[window] = mask if near is None else mask & near
+        if window is None:
+            masks[window] = mask
+            continue
+        near = queries[:, :, None] - keys[:, None, :] < window
+        masks[window] = near & (mask if mask.shape[0] == 1 else jnp.repeat(mask, len(near) // len(mask), axis=0))
     return masks
 
 
