@@ -313,7 +313,8 @@ def _beside_the_weights(shared: Runtime) -> tuple[ModelConfig, dict[str, Any]]:
     location, tokenizer = shared.recipe.model.checkpoint, shared.tokenizer
     stops = {"eos_token_id": list(tokenizer.stop_ids), "pad_token_id": tokenizer.pad_id}
     if not location:
-        return shared.model_config, {"generation_json": stops, "files": character_files(tokenizer)}
+        files = character_files(shared.recipe.tokenizer.alphabet)
+        return shared.model_config, {"generation_json": stops, "files": files}
     checkpoint = open_checkpoint(location)
     beside: dict[str, Any] = {"config_json": checkpoint.config_json}
     if checkpoint.path.is_dir():

@@ -88,7 +88,7 @@ class _Reader:
         self.path = file.path
         self.size = file.size
         self.at = 0
-        self._data = memoryview(file.data)
+        self._data = file.bytes
 
     def take(self, size: int) -> memoryview:
         if size > self.size - self.at:

@@ -54,7 +54,7 @@ class Leaf:
         for rule in self.rules:
             stacked = bounds[: len(rule.index)]
             if all(each.start <= at < each.stop for each, at in zip(stacked, rule.index, strict=True)):
-                place = tuple(at - each.start for each, at in zip(stacked, rule.index, strict=True))
+                place: Any = tuple(at - each.start for each, at in zip(stacked, rule.index, strict=True))
                 self._fill(out[(*place, ...)], rule, bounds[len(rule.index) :])
         return out
 

@@ -11,6 +11,7 @@ stacked on leading axes (layers, experts) as the weight is. The adapted weight i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def _pair_tensors(rule: TensorRule, pair: Mapping[str, Any]) -> Iterator[Tensor]
     for name, key in (("lora_A", "a"), ("lora_B", "b")):
         array = np.asarray(pair[key][rule.index], np.float32).T
         full = f"base_model.model.{_module(rule)}.{name}.weight"
-        yield array_tensor(full, array.shape, array.dtype, lambda array=array: array)
+        yield array_tensor(full, array.shape, array.dtype, partial(np.asarray, array))
 
 
 def _module(rule: TensorRule) -> str:

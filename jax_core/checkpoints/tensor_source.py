@@ -73,6 +73,7 @@ class MappedFile:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise UserError(str(path), f"cannot be read: {error.strerror}.", "Check the path.") from error
+        self.bytes = memoryview(self._map)
         self.data = np.frombuffer(self._map, np.uint8)
 
     def view(self, start: int, stop: int, dtype: np.dtype) -> np.ndarray:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jax_core.tokenizers import CharacterTokenizer
 from schemas.errors import UserError
 
 TOKENIZER_FILES = (
@@ -43,14 +42,14 @@ def gguf_files(location: str | Path) -> dict[str, bytes]:
     return _files(tokenizer.to_json(), tokenizer.special_tokens, template)
 
 
-def character_files(tokenizer: CharacterTokenizer) -> dict[str, bytes]:
-    """One token a character, as Hugging Face's files; there, a character that is not in the alphabet is <pad>."""
+def character_files(alphabet: str) -> dict[str, bytes]:
+    """The tokenizer of one token a character, as Hugging Face's files; there, a character that is not in the alphabet is <pad>."""
     try:
         from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     except ImportError as error:
         raise UserError("the tokenizer's file", "needs tokenizers.", "pip install 'rollstream[models]'") from error
     special = ("<pad>", "<eos>")
-    pieces = [*special, *tokenizer.alphabet]
+    pieces = [*special, *alphabet]
     backend = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token=special[0]))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()

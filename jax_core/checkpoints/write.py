@@ -15,6 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +120,8 @@ def _tensors(config: ModelConfig, params: Params, dtype: str) -> list[Tensor]:
     rules: dict[str, list[TensorRule]] = {}
     for rule in tensor_rules(config):
         rules.setdefault(rule.name, []).append(rule)
-    return [
-        array_tensor(name, parts[0].shape, DTYPES[dtype], lambda parts=parts: _assembled(params, parts, DTYPES[dtype]))
-        for name, parts in rules.items()
-    ]
+    made = partial(_assembled, params, dtype=DTYPES[dtype])
+    return [array_tensor(name, parts[0].shape, DTYPES[dtype], partial(made, parts)) for name, parts in rules.items()]
 
 
 def array_tensor(name: str, shape: tuple[int, ...], dtype: np.dtype, make: Callable[[], np.ndarray]) -> Tensor:
