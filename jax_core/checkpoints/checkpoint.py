@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +21,8 @@ from schemas.errors import UserError
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # each has a row of the router
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -32,7 +36,23 @@ class Checkpoint:
     @cached_property
     def config(self) -> ModelConfig:
         """Raises UserError for an architecture or a switch that is not supported."""
+        self._refuse_absurd_counts()
         return read_config(self.config_json)
+
+    def _refuse_absurd_counts(self) -> None:
+        """What a damaged config says must not make names of a billion layers or experts."""
+        infos = self.tensors.infos
+        rows = sum(math.prod(info.shape) for info in infos.values()) // max(1, _count(self.config_json, "hidden_size"))
+        most = {"num_hidden_layers": max(1000, len(infos)), **dict.fromkeys(_EXPERTS, max(1000, rows))}
+        for key, bound in most.items():
+            if _count(self.config_json, key) > bound:
+                reason = f"says {key} = {self.config_json[key]}, for which it has too few tensors ({len(infos)})."
+                raise UserError(self.location, reason, "Use the model's own files, whole and unmixed.")
+
+
+def _count(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    return value if isinstance(value, int) else 0
 
 
 def open_checkpoint(location: str | Path) -> Checkpoint:

@@ -89,6 +89,12 @@ class Metadata:
             raise damaged(self.path, reason)
         return value
 
+    def positive(self, key: str, default: float) -> float:
+        value = self.number(key, default)
+        if not value:
+            raise damaged(self.path, f"has {self.architecture}.{key} 0.")
+        return _float32(value)
+
     def whole(self, key: str, default: int | None = None) -> int:
         return int(self.number(key, default))
 
@@ -122,7 +128,7 @@ def config_of(file: GGUFFile, path: Path) -> dict[str, Any]:
         "intermediate_size": metadata.whole("feed_forward_length", 0),
         "max_position_embeddings": metadata.whole("context_length", 2048),
         "rms_norm_eps": _float32(metadata.number("attention.layer_norm_rms_epsilon")),
-        "rope_theta": _float32(metadata.number("rope.freq_base", 10_000.0)),
+        "rope_theta": metadata.positive("rope.freq_base", 10_000.0),
         "tie_word_embeddings": "output.weight" not in file.infos,
         "torch_dtype": "float32",
     }
@@ -180,7 +186,7 @@ def _switches(metadata: Metadata, file: GGUFFile) -> dict[str, Any]:
         case _:
             return _gemma(metadata, window) | {
                 "layer_types": _layer_types(metadata, every=6),
-                "rope_local_base_freq": _float32(metadata.number("rope.freq_base_swa", 10_000.0)),
+                "rope_local_base_freq": metadata.positive("rope.freq_base_swa", 10_000.0),
             }
 
 
@@ -210,7 +216,7 @@ def _scaling(metadata: Metadata, file: GGUFFile) -> dict[str, Any]:
     kind = metadata.get("rope.scaling.type", "none")
     if kind == "none":
         return {}
-    scaling = {"rope_type": kind, "factor": metadata.number("rope.scaling.factor")}
+    scaling = {"rope_type": kind, "factor": metadata.positive("rope.scaling.factor", 1.0)}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = metadata.whole("rope.scaling.original_context_length")
     elif kind != "linear":
@@ -225,7 +231,7 @@ def _llama3_scaling(metadata: Metadata, file: GGUFFile) -> dict[str, Any]:
     the original context is the power of two whose divisors are the file's.
     """
     found = file.lines("rope_freqs.weight", 0, 1)[0].astype(np.float32)
-    theta, factor = metadata.number("rope.freq_base", 10_000.0), _float32(float(found.max(initial=1.0)))
+    theta, factor = metadata.positive("rope.freq_base", 10_000.0), _float32(float(found.max(initial=1.0)))
     for context in (2**13, *(2**n for n in range(5, 21))):
         if np.allclose(found, llama3_divisors(theta, 2 * len(found), factor, context), rtol=1e-4):
             scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -19,8 +19,7 @@ import numpy as np
 from jax_core.checkpoints.checkpoint import Checkpoint
 from jax_core.checkpoints.gguf_file import QUANTIZATIONS
 from jax_core.checkpoints.tensor_source import TensorSource
-from jax_core.models.config import ModelConfig
-from jax_core.models.decoder import Params, init_params
+from jax_core.models.decoder import Params, param_shapes
 from jax_core.models.families import tensor_rules
 from jax_core.models.tensor_rules import TensorRule
 from schemas.errors import UserError
@@ -129,16 +128,10 @@ def _leaves(checkpoint: Checkpoint, dtype: np.dtype) -> list[Leaf]:
     of_leaf: dict[Path, list[TensorRule]] = {}
     for rule in verified_rules(checkpoint):
         of_leaf.setdefault(rule.path, []).append(rule)
-    shapes = leaf_shapes(checkpoint.config)
+    abstract = jax.tree_util.tree_leaves_with_path(param_shapes(checkpoint.config))
+    shapes = {tuple(str(key.key) for key in path): leaf.shape for path, leaf in abstract}
     assert of_leaf.keys() == shapes.keys(), f"rules that miss {of_leaf.keys() ^ shapes.keys()}"
     return [Leaf(path, shapes[path], dtype, tuple(of_leaf[path]), checkpoint.tensors) for path in shapes]
-
-
-def leaf_shapes(config: ModelConfig) -> dict[Path, tuple[int, ...]]:
-    """The shape of every leaf of a model's parameters; makes none of them."""
-    abstract = jax.eval_shape(lambda: init_params(config, 0))
-    leaves = jax.tree_util.tree_flatten_with_path(abstract)[0]
-    return {tuple(str(key.key) for key in path): leaf.shape for path, leaf in leaves}
 
 
 def mismatches(checkpoint: Checkpoint, rules: Sequence[TensorRule]) -> list[str]:

@@ -43,7 +43,7 @@ def gguf_files(location: str | Path) -> dict[str, bytes]:
 
 
 def character_files(alphabet: str) -> dict[str, bytes]:
-    """The tokenizer of one token a character, as Hugging Face's files; there, a character that is not in the alphabet is <pad>."""
+    """One token a character, as Hugging Face's files; there, a character that is not in the alphabet is <pad>."""
     try:
         from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     except ImportError as error:

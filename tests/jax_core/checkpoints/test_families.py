@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from safetensors.numpy import load_file
 
 from jax_core.checkpoints import load_params, open_checkpoint, write_checkpoint
 from jax_core.checkpoints.gguf_model import llama3_divisors
+from jax_core.checkpoints.load import verified_rules
+from schemas.errors import UserError
 from tests.jax_core.checkpoints import gguf_models, models
 
 GOLDEN = Path(__file__).parents[1] / "golden_models"
@@ -62,6 +65,35 @@ def test_a_gguf_file_of_each_family_is_the_same_model(tmp_path, family):
     found, expected = load_params(gguf), load_params(checkpoint)
     tolerance = 1e-6 if family == "gemma3" else 0  # 1 was added to its norms and taken off again
     assert jax.tree.all(jax.tree.map(lambda a, b: bool(np.allclose(a, b, rtol=0, atol=tolerance)), found, expected))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3"])
+def test_whatever_bytes_of_a_gguf_header_are_altered_it_is_the_model_still_or_is_refused(tmp_path, family):
+    config = older_spelling(open_checkpoint(GOLDEN / family).config_json)
+    tensors = load_file(GOLDEN / family / "model.safetensors")
+    path = gguf_models.write_gguf(tmp_path / "x.gguf", tensors, config, architecture=GGUF[family])
+    whole, rng = path.read_bytes(), random.Random(1)
+    refused = 0
+    for _ in range(150):
+        altered = bytearray(whole)
+        for _ in range(rng.randint(1, 3)):
+            altered[rng.randrange(24, 1200)] = rng.randrange(256)
+        path.write_bytes(altered)
+        try:
+            verified_rules(open_checkpoint(path))
+        except UserError:
+            refused += 1
+    assert 50 < refused < 150
+
+
+@pytest.mark.parametrize(
+    "key", ["num_hidden_layers", "num_experts", "vocab_size", "hidden_size", "num_attention_heads"]
+)
+def test_a_config_of_a_billion_is_refused_at_once(tmp_path, key):
+    config = json.loads((GOLDEN / "qwen3_moe" / "config.json").read_text()) | {key: 10**9}
+    models.write_folder(tmp_path, load_file(GOLDEN / "qwen3_moe" / "model.safetensors"), config)
+    with pytest.raises(UserError):
+        verified_rules(open_checkpoint(tmp_path))
 
 
 MIXTRAL: dict[str, Any] = {

@@ -176,6 +176,11 @@ def test_tables_of_rotary_frequencies_are_passed_over(tmp_path):
     load(tmp_path, models.tensors() | tables)
 
 
+def test_the_layers_that_deepseek_predicts_several_tokens_with_are_passed_over(tmp_path):
+    config = {**models.CONFIG, "num_nextn_predict_layers": 1}
+    load(tmp_path, models.tensors() | {"model.layers.2.eh_proj.weight": np.zeros((4, 8), np.float32)}, config)
+
+
 TIED = {**models.CONFIG, "tie_word_embeddings": True}
 
 
