@@ -35,7 +35,12 @@ def mount(app: typer.Typer) -> None:
     """Adds the commands to the command line."""
     from runners.cli import reports_errors
 
-    models = typer.Typer(help="Looks into models in files.", no_args_is_help=True, rich_markup_mode="rich")
+    models = typer.Typer(
+        help="Looks into models in files.",
+        epilog="[bold]Examples[/]\n\nrollstream models check ~/models/Qwen3-0.6B",
+        no_args_is_help=True,
+        rich_markup_mode="rich",
+    )
     models.command(
         epilog="[bold]Examples[/]\n\n"
         "rollstream models check ~/models/Qwen3-0.6B\n\n"
