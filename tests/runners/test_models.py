@@ -217,3 +217,9 @@ def test_export_refuses_what_is_not_there_or_makes_no_sense(tmp_path):
     assert "--dtype int8" in refused(invoke("export", run, "--to", out, "--dtype", "int8"))
     assert "--max-shard-size none" in refused(invoke("export", run, "--to", out, "--max-shard-size", "none"))
     assert not out.exists()
+
+
+def test_help_of_the_models_commands_has_a_sentence_options_and_examples():
+    assert "check" in printed(invoke("models", "--help"))
+    text = printed(invoke("models", "check", "--help"))
+    assert "rollstream models check" in text.split("Examples")[1] and "--prompt" in text and "Arguments" in text
