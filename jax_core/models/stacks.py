@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from jax_core.models.config import BlockConfig, ModelConfig
 
@@ -55,13 +56,18 @@ def _stacks(kinds: tuple[int, ...]) -> tuple[Stack, ...]:
         for period, repeats in _repetitions(kinds[start:]):
             slots, count, cuts = best[start + period * repeats]
             choices.append((slots + period, count + 1, ((period, repeats), *cuts)))
-        best[start] = min(choices)
+        best[start] = min(choices, key=_preference)
     made: list[Stack] = []
     start = slot = 0
     for period, repeats in best[0][2]:
         made.append(Stack(start, period, repeats, slot))
         start, slot = start + period * repeats, slot + period
     return tuple(made)
+
+
+def _preference(choice: tuple[int, int, tuple[tuple[int, int], ...]]) -> tuple[Any, ...]:
+    slots, count, cuts = choice
+    return slots, count, [-period * repeats for period, repeats in cuts]
 
 
 def _repetitions(kinds: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -67,7 +67,7 @@ def random_checkpoint(config_json: Mapping[str, Any], seed: int = 0) -> tuple[Mo
         if len(shape) == 1:
             is_norm = "norm" in name or "scal" in name
             drawn = drawn * 0.2 + (1.0 if is_norm else 0.0)
-        elif "embed" not in name:
+        else:
             drawn = drawn * shape[-1] ** -0.5
         tensors[name] = drawn.astype(np.float32)
     return config, tensors
