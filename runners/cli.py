@@ -21,6 +21,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from runners import models
 from runners.report import print_error, user_error_behind
 from schemas.errors import UserError
 
@@ -366,6 +367,8 @@ def inspect(
     else:
         console_out().print(shown)
 
+
+models.mount(app)
 
 if __name__ == "__main__":
     main()

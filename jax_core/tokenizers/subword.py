@@ -84,6 +84,10 @@ class SubwordTokenizer:
             return piece.replace("▁", " ")
         return bytes(self._byte_of[c] for c in piece).decode("utf-8", "backslashreplace")
 
+    def to_json(self) -> str:
+        """The text of its tokenizer.json."""
+        return self._backend.to_str()
+
     def with_stop_id(self, token: int) -> SubwordTokenizer:
         other = copy.copy(self)
         other.stop_ids = (*self.stop_ids, token)

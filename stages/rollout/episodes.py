@@ -535,7 +535,7 @@ class _Cohort:
 
 def _reply(episode: Episode, text: Said) -> np.ndarray:
     """Ids, int32 [n], of what follows the episode's last answer, up to where the policy speaks again."""
-    tokens = np.asarray(episode.dialogue.reply(episode.segments[-1].tokens, text), np.int32)
+    tokens = np.asarray(episode.dialogue.reply(np.array(episode.segments[-1].tokens, np.int32), text), np.int32)
     if episode.dialogue.branches:
         raise UserError(
             f"chat.history='split', after answer {episode.answers - 1}",

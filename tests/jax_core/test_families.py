@@ -14,8 +14,8 @@ from jax_core.models.passes import packed
 from jax_core.models.stacks import layer_places, slot_blocks, stacks_of
 from schemas.errors import UserError
 from schemas.recipe import ModelSection
-from tests.jax_core.checkpoints import GOLDEN, greedy, logits, place, random_checkpoint
 from tests.jax_core.reference_decoder import reference_logits
+from tests.jax_core.small_checkpoints import GOLDEN, greedy, logits, place, random_checkpoint
 
 SHAPE = {
     "vocab_size": 48,

@@ -8,7 +8,7 @@ import pytest
 
 from jax_core.models.decoder import param_shapes
 from jax_core.models.families import read_config, tensor_rules, write_config
-from tests.jax_core.checkpoints import GOLDEN, golden, greedy, logits
+from tests.jax_core.small_checkpoints import GOLDEN, golden, greedy, logits
 
 NAMES = sorted(path.name for path in GOLDEN.iterdir())
 CONFIGS = {name: json.loads((GOLDEN / name / "config.json").read_text()) for name in NAMES}

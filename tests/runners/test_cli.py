@@ -25,7 +25,7 @@ from stages.runtime import release
 from tests.pipelines.tiny_runs import ALPHABET, LARGEST_LAKE, copied, share_parts
 from tests.runners.written_run import write_run
 
-COMMANDS = ("run", "evaluate", "replay", "inspect")
+COMMANDS = ("run", "evaluate", "replay", "inspect", "export")
 
 RECIPE = """
 name = "tiny"
