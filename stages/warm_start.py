@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import apache_beam as beam
 import numpy as np
@@ -126,7 +127,7 @@ def demonstration(
 def _play(
     environment: Environment, prompt: Prompt, answers: Sequence[str], tokenizer: CharacterTokenizer, recipe: Recipe
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    text = environment.reset(prompt, seed_int("demonstration", prompt.prompt_id))
+    text: Any = environment.reset(prompt, seed_int("demonstration", prompt.prompt_id))
     parts = [tokenizer.encode(text)]
     if len(parts[0]) > recipe.rollout.prompt_tokens:
         return None
@@ -136,7 +137,8 @@ def _play(
         if answer_tokens is None or branch + recipe.sampling.answer_tokens > recipe.rollout.branch_tokens:
             break
         transition = environment.step(answer)
-        parts += [answer_tokens, tokenizer.encode(transition.text)]
+        text = transition.text
+        parts += [answer_tokens, tokenizer.encode(text)]
         branch += len(parts[-2]) + len(parts[-1])
         if transition.over:
             break

@@ -85,6 +85,8 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def eos_id(self) -> int: ...
+    @property
+    def stop_ids(self) -> tuple[int, ...]: ...
     def encode(self, text: str) -> np.ndarray: ...
     def decode(self, ids: Any) -> str: ...
 
@@ -216,7 +218,14 @@ class HeldEnvironment:
             self._environment.close()
 
 
-def check_text(text: Any, what: str) -> str:
+def check_text(text: Any, what: str) -> Any:
+    """The text, or the messages, as they came.
+
+    Raises:
+      TypeError: it is neither.
+    """
+    if isinstance(text, Sequence) and text and all(isinstance(message, Mapping) for message in text):
+        return text
     if not isinstance(text, str):
         raise TypeError(f"{what} must be a str, got {type(text).__name__}")
     return text
@@ -258,6 +267,7 @@ class Episode:
     steps: int = 0
     episode_return: float = 0.0
     facts: Mapping[str, Any] = field(default_factory=dict)  # of the last transition
+    stopped: bool = False  # the last answer ended by a stop token or stop string, and not for want of tokens
     stop_reason: StopReason | None = None
     error: str | None = None
     traceback: str = ""
@@ -345,7 +355,8 @@ def lay_turns(segments: Sequence[Segment]) -> tuple[Turn, ...]:
 
 
 def _environment_facts(episode: Episode) -> dict[str, Any]:
-    return {"invalid_answers": 0, **episode.facts, "return": episode.episode_return, "steps": episode.steps}
+    counted = {"return": episode.episode_return, "steps": episode.steps, "stopped": episode.stopped}
+    return {"invalid_answers": 0, **episode.facts, **counted}
 
 
 class _Cohort:
@@ -477,8 +488,14 @@ class _Cohort:
     def _step(self, episodes: Sequence[Episode]) -> None:
         # Decoding only gives the environment something to read; the tokens stay as they were sampled.
         texts = {episode: self._tokenizer.decode(episode.segments[-1].tokens.tolist()) for episode in episodes}
+        for episode, text in texts.items():
+            episode.stopped = self._is_stopped(episode.segments[-1].tokens, text)
         for episode, outcome in self._each("step", episodes, lambda e: e.environment.step(texts[e])):
             self._take_transition(episode, outcome.result, outcome.seconds)
+
+    def _is_stopped(self, answer: np.ndarray, text: str) -> bool:
+        last = int(answer[-1])
+        return last in self._tokenizer.stop_ids or any(stop in text for stop in self._recipe.sampling.stop_strings)
 
     def _take_transition(self, episode: Episode, transition: Transition, seconds: float) -> None:
         episode.steps += 1
@@ -487,7 +504,8 @@ class _Cohort:
         if reason is not None:
             self._end(episode, transition, reason)
             return
-        observed = attempt(lambda: np.asarray(self._tokenizer.encode(transition.text), np.int32))
+        text: Any = transition.text
+        observed = attempt(lambda: np.asarray(self._tokenizer.encode(text), np.int32))
         if observed.error is not None:
             episode.fail(f"text of step {episode.steps - 1}: {observed.error}", observed.traceback)
         elif not self._fits(episode, len(observed.result)):
