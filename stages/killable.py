@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 STARTING_SECONDS = 120.0  # imports of a busy machine; no part of the limit
@@ -43,11 +44,14 @@ class KillableFunction:
     Args:
       function: "package.module:name" of a function of JSON values that returns a JSON value. Its module is imported in
         the other process only.
-      seconds_limit: wall time of one call, without its wait for a free process and without a process's first imports.
+      seconds_limit: wall time of one call, without its wait for a free process or for a new process to start.
+      warm_up: arguments of a call that is part of a process's start, for what the function imports or opens when it is
+        first called; what comes of it does not matter.
     """
 
-    def __init__(self, function: str, seconds_limit: float):
+    def __init__(self, function: str, seconds_limit: float, warm_up: Sequence[Any] | None = None):
         self._function = function
+        self._warm_up = warm_up
         self._limit = seconds_limit
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
@@ -98,7 +102,7 @@ class KillableFunction:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        worker = _Worker(self._function, self._limit)
+        worker = _Worker(self._function, self._limit, self._warm_up)
         with self._lock:
             self._all.add(worker)
         try:
@@ -117,14 +121,20 @@ class KillableFunction:
 class _Worker:
     """One process, and the pipes to it: a line of JSON there, a line of JSON back."""
 
-    def __init__(self, function: str, seconds_limit: float):
+    def __init__(self, function: str, seconds_limit: float, warm_up: Sequence[Any] | None):
         # Not multiprocessing: its children import the parent's main module again, whatever that does.
-        command = [sys.executable, "-m", "stages.killable", function, str(seconds_limit * ALARM_FACTOR)]
+        alarm = seconds_limit * ALARM_FACTOR
+        command = [sys.executable, "-m", "stages.killable", function, str(alarm), json.dumps(warm_up)]
         # One thread for linear algebra: each would reserve address space, which is limited.
         ours = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"}
         environment = {**os.environ, **ours, "PYTHONWARNINGS": "ignore"}
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # a group of its own, which is killed with all that it started
         )
         self._read = b""
         self.pid = self._process.pid
@@ -158,7 +168,9 @@ class _Worker:
         return json.loads(line)
 
     def kill(self) -> None:
-        self._process.kill()
+        if self._process.returncode is None:  # not waited for, so the number is still that of our group
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(BrokenPipeError):
                 _pipe(pipe).close()
@@ -173,11 +185,10 @@ def _pipe(pipe: Any) -> BinaryIO:
 # In the other process ---------------------------------------------------------------------------------------------
 
 
-def serve(function: str, alarm_seconds: float) -> None:
+def serve(function: str, alarm_seconds: float, warm_up: Sequence[Any] | None) -> None:
     """Answers calls of `function` until the input ends."""
     with contextlib.suppress(ValueError, OSError):  # a system without that limit, or with a lower one
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the pipe
     output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what the function prints is no answer
     module, _, name = function.partition(":")
@@ -186,6 +197,9 @@ def serve(function: str, alarm_seconds: float) -> None:
     except Exception as error:
         _send(output, {"error": _line_of(error)})
         return
+    if warm_up is not None:
+        with contextlib.suppress(Exception):
+            called(*warm_up)
     _send(output, {"value": None})
     for line in sys.stdin.buffer:
         # The default action of SIGALRM ends the process, also within C code that no Python handler interrupts.
@@ -208,4 +222,4 @@ def _line_of(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], float(sys.argv[2]))
+    serve(sys.argv[1], float(sys.argv[2]), json.loads(sys.argv[3]))

@@ -18,6 +18,7 @@ import functools
 import glob
 import hashlib
 import json
+import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -196,31 +197,29 @@ class JsonLines:
 
     def __init__(self, path: Path):
         self._path = path
-        self._file = path.open("rb")
-        self._spans: list[tuple[int, int, int]] = []  # start, length, line number
+        with path.open("rb") as file:  # mapped, so that one that is replaced later is still the one that was checked
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
+        self._spans: list[tuple[int, int, int]] = []  # start, end, line number
 
     def __iter__(self) -> Iterator[Any]:
         self._spans.clear()
-        start = 0
-        with self._path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    self._spans.append((start, len(line), number))
-                    yield self._parsed(line, number)
-                start += len(line)
+        start, number = 0, 1
+        while start < len(self._data):
+            end = self._data.find(b"\n", start) + 1 or len(self._data)
+            if self._data[start:end].strip():
+                self._spans.append((start, end, number))
+                yield self[len(self._spans) - 1]
+            start, number = end, number + 1
 
     def __getitem__(self, index: int) -> Any:
-        start, length, number = self._spans[index]
-        return self._parsed(os.pread(self._file.fileno(), length, start), number)
+        start, end, number = self._spans[index]
+        try:
+            return json.loads(self._data[start:end], parse_constant=_no_number)
+        except ValueError as error:
+            raise UserError(f"{self._path}, line {number}", f"is no JSON ({error}).", MEND) from None
 
     def number(self, index: int) -> int:
         return self._spans[index][2]
-
-    def _parsed(self, line: bytes, number: int) -> Any:
-        try:
-            return json.loads(line, parse_constant=_no_number)
-        except ValueError as error:
-            raise UserError(f"{self._path}, line {number}", f"is no JSON ({error}).", MEND) from None
 
 
 def _no_number(name: str) -> float:

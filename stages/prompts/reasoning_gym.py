@@ -173,7 +173,7 @@ def exact_bounds(places: Sequence[float], share: float) -> tuple[float, float]:
 
 
 class _TrainingQuestions:
-    """Questions with no held-out key, as they come. Question i is the first of draws i, i + size, i + 2 size, ..."""
+    """Questions with no held-out key, as they come: question i is the first such one of draws of its own."""
 
     def __init__(self, draws: Draws, taken: frozenset[str] = frozenset()):
         self._draws = draws
@@ -186,7 +186,8 @@ class _TrainingQuestions:
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         for attempt in range(DRAWS_PER_QUESTION):
-            row = self._draws.entry("train", index + attempt * self._size)
+            # Every draw is one question's; a prime step, because some metadata repeats in chunks, as sizes may.
+            row = self._draws.entry("train", attempt * self._size + (index + attempt * 7919) % self._size)
             if self._draws.home_split(row) == "train" and row["question"] not in self._taken:
                 return row
         raise UserError(
@@ -282,7 +283,7 @@ def typed_value(value: Any, kind: Any, where: str) -> Any:
     """`value` of a recipe as what a configuration declares: enumerations by name or value, tuples, nested tables.
 
     Raises:
-      UserError: an enumeration has no such member.
+      UserError: an enumeration has no such member, or a table lacks a key.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
@@ -295,7 +296,10 @@ def typed_value(value: Any, kind: Any, where: str) -> Any:
         return tuple(items) if origin is tuple or kind is tuple else items
     if isinstance(value, Mapping) and dataclasses.is_dataclass(kind) and isinstance(kind, type):
         kinds = typing.get_type_hints(kind)
-        return kind(**{name: typed_value(item, kinds.get(name, Any), where) for name, item in value.items()})
+        try:
+            return kind(**{name: typed_value(item, kinds.get(name, Any), where) for name, item in value.items()})
+        except TypeError as error:  # a key is missing, or is none
+            raise UserError(f"data.options.config.{where}", f"{error}.", "Mend that table.") from None
     return value
 
 

@@ -58,7 +58,7 @@ def make(options: MathOptions, recipe: Recipe) -> AnswerReward:
 
 @functools.cache
 def _verifier(seconds_limit: float) -> KillableFunction:
-    return KillableFunction("stages.reward.mathematics:verified", seconds_limit)
+    return KillableFunction("stages.reward.mathematics:verified", seconds_limit, warm_up=["1", ["1"]])
 
 
 def verified(answer: str, known: list[str]) -> bool:

@@ -45,13 +45,13 @@ def make(options: ReasoningGymRewardOptions, recipe: Recipe) -> ReasoningGymRewa
     check_limit(options.seconds_limit, recipe)
     config = checked_options(ReasoningGymOptions, recipe.data.options, "data.options").config
     open_generator(recipe.data.name, config, seed=0, size=1)  # says here what is wrong with them
-    score = _scorer(options.seconds_limit)
+    score, written = _scorer(options.seconds_limit), json.dumps(config)
     score.start()
 
     def scorer(answer: str, payload: Mapping[str, Any]) -> Scored:
         entry = {"question": payload["question"], "answer": payload["answer"], "metadata": payload["metadata"]}
         try:
-            best = max(score(recipe.data.name, config, reading, entry) for reading in without_period(answer))
+            best = max(score(recipe.data.name, written, reading, entry) for reading in without_period(answer))
         except TimeoutError:
             return 0.0, {"success": 0.0, "late": 1.0}
         except RemoteError:  # scorers raise on text that they cannot read; right answers are tested before a run
@@ -63,12 +63,13 @@ def make(options: ReasoningGymRewardOptions, recipe: Recipe) -> ReasoningGymRewa
 
 @functools.cache
 def _scorer(seconds_limit: float) -> KillableFunction:
-    return KillableFunction("stages.reward.reasoning_gym:score_answer", seconds_limit)
+    importing = ["", "{}", "", {}]  # there is no such data set, but looking for it imports all of them
+    return KillableFunction("stages.reward.reasoning_gym:score_answer", seconds_limit, warm_up=importing)
 
 
-def score_answer(name: str, config: dict[str, Any], answer: str, entry: dict[str, Any]) -> float:
-    """What the data set `name` gives `answer`. Runs in the other process."""
-    return float(_generator(name, json.dumps(config)).score_answer(answer, entry_of(entry)))
+def score_answer(name: str, config: str, answer: str, entry: dict[str, Any]) -> float:
+    """What the data set `name` with `config` (JSON) gives `answer`. Runs in the other process."""
+    return float(_generator(name, config).score_answer(answer, entry_of(entry)))
 
 
 @functools.lru_cache(maxsize=8)
