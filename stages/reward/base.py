@@ -70,10 +70,12 @@ class AnswerReward:
     Args:
       scorer: scores what was extracted; never called with an empty answer, whose reward is 0.
       options: how the answer is found.
+      compares: it compares with the known answer, so every row has to have one.
     """
 
     scorer: Scorer
     options: AnswerOptions
+    compares: bool = False
 
     def __call__(self, rollout: Rollout) -> Scored:
         facts = rollout.environment

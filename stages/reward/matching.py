@@ -24,7 +24,7 @@ def make_exact(options: ExactOptions, recipe: Recipe) -> AnswerReward:
         known = known_answers(payload, options.answer_key)
         return right_or_wrong(is_same(answer, known, ignore_case=options.ignore_case))
 
-    return AnswerReward(scorer, options)
+    return AnswerReward(scorer, options, compares=True)
 
 
 def is_same(answer: str, known: list[str], *, ignore_case: bool = False) -> bool:

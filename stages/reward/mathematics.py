@@ -7,6 +7,7 @@ numbers; they are switched off.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -23,6 +24,9 @@ from stages.reward.base import (
     need_package,
     right_or_wrong,
 )
+
+DELIMITER = re.compile(r"\$|\\\(|\\\[|\\boxed")
+WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")  # "the answer is", but not \sqrt
 
 
 class MathOptions(AnswerOptions):
@@ -53,7 +57,7 @@ def make(options: MathOptions, recipe: Recipe) -> AnswerReward:
         except RemoteError:  # what a model writes may be anything; that right answers are told is tested before a run
             return 0.0, {"success": 0.0, "unreadable": 1.0}
 
-    return AnswerReward(scorer, options)
+    return AnswerReward(scorer, options, compares=True)
 
 
 @functools.cache
@@ -62,12 +66,16 @@ def _verifier(seconds_limit: float) -> KillableFunction:
 
 
 def verified(answer: str, known: list[str]) -> bool:
-    """Whether `answer` equals one of `known` as mathematics. LaTeX without its dollars is read, too."""
+    """Whether `answer` equals one of `known` as mathematics.
+
+    Text without LaTeX's delimiters is an expression as a whole ("2x + x"), or, if it has words in it, text that some
+    expression ends ("the answer is 7").
+    """
     from math_verify import parse, verify
 
-    readings = parse(answer, parsing_timeout=None) or parse(f"${answer}$", parsing_timeout=None)
-    for one in known:
-        gold = parse(one, parsing_timeout=None) or parse(f"${one}$", parsing_timeout=None)
-        if gold and readings and verify(gold, readings, timeout_seconds=None):
-            return True
-    return False
+    def parsed(text: str) -> list:
+        return parse(text, parsing_timeout=None)
+
+    readings = parsed(answer if DELIMITER.search(answer) or WORDS.search(answer) else f"${answer}$")
+    golds = (parsed(one if DELIMITER.search(one) else f"${one}$") for one in known)
+    return any(gold and readings and verify(gold, readings, timeout_seconds=None) for gold in golds)

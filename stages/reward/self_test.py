@@ -48,6 +48,9 @@ def check_reward(name: str, reward: AnswerReward, prompts: Sequence[Prompt]) -> 
     for prompt in prompts:
         asked_in(prompt)
         known = reward.known_answer(prompt.payload)
+        if known is None and reward.compares:
+            where = f"prompt {prompt.prompt_id}"
+            raise UserError(where, f"has no known answer under {reward.options.answer_key!r}.", WAY_OUT)
         if known is not None:
             _try(name, reward, prompt, known.strip(), right=True)
         for answer in ("", NONSENSE):
