@@ -26,7 +26,7 @@ WAY_OUT = (
 
 
 def check_task(recipe: Recipe) -> None:
-    """Refuses a task whose reward cannot work, before anything is trained on it.
+    """Refuses a task whose reward cannot work, or whose held-out data is not there, before anything is trained on it.
 
     Raises:
       UserError: the data or the reward cannot be opened, or the reward fails its test: with an answer that shows it.
@@ -37,6 +37,8 @@ def check_task(recipe: Recipe) -> None:
     data = open_prompts(recipe.data, recipe.task, recipe.data.train_split)
     count = min(PROMPTS_TRIED, len(data))
     check_reward(recipe.task.reward, reward, [data[i * len(data) // count] for i in range(count)])
+    for split in (recipe.data.validation_split, recipe.data.test_split):  # else refused after hours of training
+        open_prompts(recipe.data, recipe.task, split)
 
 
 def check_reward(name: str, reward: AnswerReward, prompts: Sequence[Prompt]) -> None:

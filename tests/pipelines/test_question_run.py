@@ -28,7 +28,13 @@ def sums_recipe(folder: Path, **task: Any) -> Recipe:
             "data": {"source": "files", "name": "sums", "options": {"files": [str(folder / "sums.jsonl")]}},
             "task": {"environment": "question", "reward": "exact"} | task,
             "sampling": {"answer_tokens": 2},
-            "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "prompt_tokens": 4, "branch_tokens": 4},
+            "rollout": {
+                "prompts_per_step": 4,
+                "samples_per_prompt": 4,
+                "prompt_tokens": 4,
+                "branch_tokens": 4,
+                "cohorts": 1,
+            },
             "trainer": {"steps": 2, "micro_batch_rows": 8, "row_tokens": 8, "checkpoint_every": 2},
             "algorithm": {"skip_equal_groups": False},
             "evaluation": {"every": 0, "test_prompts": 4, "samples": 2},
@@ -43,10 +49,11 @@ def test_a_run_on_questions_goes_from_the_file_to_the_table_of_results(tmp_path:
     rewards = [event.values for event in read_metrics(shared.store, "reward")]
     assert [values["reward/failed_trajectories"] for values in rewards] == [0, 0]
     assert [values["reward/trajectories"] for values in rewards] == [16, 16]
-    labels = [result.label for result in run_results(shared).results]
+    results = run_results(shared).results
+    labels = [result.label for result in results]
     assert labels[:2] == ["random weights", "after RL (2 steps)"]
     assert labels[2:] == ["always '9', the commonest answer", "the first number + the second, the best shortcut"]
-    assert run_results(shared).results[-1].total.success == 1.0
+    assert results[-1].total.success == 1.0
     release(tmp_path / "run")
 
 

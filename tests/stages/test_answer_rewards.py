@@ -323,6 +323,14 @@ def test_a_comparison_without_anything_to_compare_with_is_refused(tmp_path, rewa
     check_task(recipe_of(reward, {"answer_key": "solution"}, data=recipe.data.model_dump()))
 
 
+def test_a_split_that_is_missing_is_named_before_and_not_after_the_training(tmp_path):
+    data = write_sums(tmp_path / "sums.jsonl")
+    files = {"train": data["options"]["files"], "validation": [str(tmp_path / "other.jsonl")]}
+    (tmp_path / "other.jsonl").write_text('{"prompt": "other", "answer": "1"}')
+    with pytest.raises(UserError, match=r"has no split 'test'. +It has train, validation"):
+        check_task(recipe_of("exact", data=data | {"options": {"files": files}}))
+
+
 def test_a_generator_whose_scorer_takes_anything_is_refused():
     recipe = recipe_of("reasoning_gym", data={"source": "reasoning_gym", "name": "game_of_life_halting"})
     with pytest.raises(UserError, match="says right, although it is no answer"):

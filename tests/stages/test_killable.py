@@ -145,6 +145,21 @@ def test_no_process_outlives_a_parent_that_is_killed():
     assert gone(idle) and gone(busy)
 
 
+HUNG = f"""
+import threading
+from stages.killable import KillableFunction
+hung = KillableFunction("{MODULE}:hold_the_lock", 3600.0)
+hung.start()
+print(*hung.process_ids(), flush=True)
+threading.Thread(target=hung, daemon=True).start()
+"""
+
+
+def test_a_call_that_hangs_keeps_no_process_from_ending():
+    ended = subprocess.run([sys.executable, "-c", HUNG], stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    assert gone(int(ended.stdout))
+
+
 def test_closing_ends_the_processes_and_a_later_call_starts_a_new_one(killable):
     own_process = killable("own_process")
     first = own_process()
