@@ -32,8 +32,9 @@ from schemas.records import Prompt, PromptBatch, SamplingRecord, ScoredRollout
 from schemas.store import RunStore
 from stages.options import checked_options
 from stages.prompts.datasets import open_prompts
-from stages.reward.reward import REWARDS, score_batch
-from stages.rollout.environments import ENVIRONMENTS
+from stages.reward.kinds import make_reward
+from stages.reward.reward import score_batch
+from stages.rollout.environments import ENVIRONMENTS, ScriptedRule
 from stages.rollout.episodes import run_episodes
 from stages.runtime import Runtime, runtime
 from stages.train import StepReport
@@ -245,7 +246,7 @@ class Player:
         self.recipe = evaluation_recipe(shared.recipe, split, samples, sampling)
         self._shared = shared
         self._kind = ENVIRONMENTS[shared.recipe.task.environment]
-        self._reward = REWARDS[shared.recipe.task.reward]
+        self._reward = make_reward(shared.recipe)
         self._engine = Engine(
             shared.model_config,
             shared.tokenizer,
@@ -472,7 +473,7 @@ def is_curve_point(version: int, recipe: Recipe) -> bool:
 
 @dataclass(frozen=True)
 class Result:
-    """Success of one policy on the test split, or of the scripted rule."""
+    """Success of one policy on the test split, or of a scripted rule."""
 
     label: str
     version: int | None  # None: it is no policy of the run
@@ -494,7 +495,7 @@ class RunResults:
 
 
 def run_results(shared: Runtime) -> RunResults:
-    """Success on the test split of the random weights, of version 0, of the newest version and of the scripted rule.
+    """Success on the test split of the random weights, of version 0, of the newest version and of scripted rules.
 
     All policies meet the same prompts with the same seeds.
     """
@@ -517,19 +518,18 @@ def run_results(shared: Runtime) -> RunResults:
     for label, version, params in weights:
         outcomes = player.play(params, version)
         results.append(Result(label, version, tree_digest(params), summarize(outcomes), summarize_by_stratum(outcomes)))
-    scripted = play_scripted(recipe, player.prompts)
-    if scripted is not None:
-        results.append(Result("scripted rule", None, None, summarize(scripted), summarize_by_stratum(scripted)))
+    for label, outcomes in play_scripted(recipe, player.prompts).items():
+        results.append(Result(label, None, None, summarize(outcomes), summarize_by_stratum(outcomes)))
     return RunResults(split, tuple(results), describe_sampling(evaluation_sampling(recipe)))
 
 
-def play_scripted(recipe: Recipe, prompts: Sequence[Prompt]) -> list[PromptOutcome] | None:
-    """What the environment's scripted rule makes of each prompt, one episode each; None if it has no such rule."""
-    success = ENVIRONMENTS[recipe.task.environment].scripted
-    if success is None:
-        return None
-    outcomes = []
-    for prompt in prompts:
-        share = success([prompt], recipe.task.options)
-        outcomes.append(PromptOutcome(prompt.prompt_id, stratum_of(prompt), 1, round(share), 0, share))
-    return outcomes
+def play_scripted(recipe: Recipe, prompts: Sequence[Prompt]) -> dict[str, list[PromptOutcome]]:
+    """What each of the environment's scripted rules makes of each prompt, one episode each, by the rule's label."""
+    scripted = ENVIRONMENTS[recipe.task.environment].scripted
+    rules = scripted(recipe) if scripted else ()
+    return {rule.label: [_scripted_outcome(prompt, rule) for prompt in prompts] for rule in rules}
+
+
+def _scripted_outcome(prompt: Prompt, rule: ScriptedRule) -> PromptOutcome:
+    share = rule.success(prompt)
+    return PromptOutcome(prompt.prompt_id, stratum_of(prompt), 1, round(share), 0, share)

@@ -28,6 +28,7 @@ from schemas.manifest import PolicyCommit
 from schemas.recipe import Recipe
 from schemas.recipe_io import differences, recipe_from_json, recipe_to_json
 from schemas.store import RunStore
+from stages.reward.self_test import check_task
 from stages.runtime import Runtime, release, runtime
 from stages.shards import sweep_orphans
 from stages.train import StepReport, settle, train_ready_steps
@@ -57,12 +58,13 @@ def run(
 
     Raises:
       UserError: the directory is occupied, holds another recipe's run, or another process is at work on it; a flag that
-        this placement cannot follow; or whatever a stage raised, as it raised it.
+        this placement cannot follow; a reward that fails its test; or whatever a stage raised, as it raised it.
       KeyboardInterrupt: the run was interrupted. What is committed stays, and the run can be resumed.
     """
     location = str(location)
     options = _options(beam_flags)
     store = RunStore.open(location)
+    check_task(recipe)
     prepare_run(store, recipe, resume=resume)
     with store.held(run_layout.CONFIG), _fresh_runtime(location, recipe) as shared:
         shared.after_warm_start += after_warm_start

@@ -50,7 +50,8 @@ class Curve:
     validation: Sequence[Point]
     training: Sequence[tuple[int, float]]
     marks: Sequence[Mark] = ()
-    scripted: float | None = None  # success of the scripted rule on the test split
+    scripted: float | None = None  # success of the best scripted rule on the test split
+    scripted_label: str = "scripted rule"
     validation_note: str = "validation"
     test_note: str = "test"
 
@@ -71,14 +72,15 @@ def curve_of(store: RunStore, recipe: Recipe, results: RunResults) -> Curve:
         Mark(r.label, Point(r.version or 0, r.total.success, r.total.interval.low, r.total.interval.high))
         for r in of_policies
     ]
-    scripted = [result.total.success for result in results.results if result.version is None]
+    scripted = [(result.total.success, result.label) for result in results.results if result.version is None]
     prompts = {int(event.values["evaluate/prompts"]) for event in events if event.stage == "evaluate"}
     return Curve(
         title=f"{recipe.name}: success on prompts that were never trained on",
         validation=validation,
         training=[(s, v) for s, v in series_of(events, "reward/total/mean") if v is not None],
         marks=marks,
-        scripted=scripted[0] if scripted else None,
+        scripted=max(scripted)[0] if scripted else None,
+        scripted_label=max(scripted)[1] if scripted else "",
         validation_note=f"{max(prompts)} validation prompts" if prompts else "validation",
         test_note=f"{results.results[0].total.prompts} {results.split} prompts",
     )
@@ -153,7 +155,7 @@ def _draw_scripted(axes, curve: Curve) -> None:
         color=GREY,
         linestyle=(0, (5, 3)),
         linewidth=1.4,
-        label=f"scripted rule, {curve.test_note}: {curve.scripted:.3f}",
+        label=f"{curve.scripted_label}, {curve.test_note}: {curve.scripted:.3f}",
     )
 
 

@@ -223,7 +223,7 @@ def evaluation_report(evaluation: Evaluation) -> RenderableType:
 
 
 def results_table(results: RunResults) -> RenderableType:
-    """Before, between and after, with the scripted rule beside: what `rollstream run` ends with."""
+    """Before, between and after, with scripted rules beside: what `rollstream run` ends with."""
     first = results.results[0].total
     strata = list(results.results[0].by_stratum)
     rows = []

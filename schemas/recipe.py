@@ -118,26 +118,78 @@ class ChatSection(Section):
     )
 
 
-class DataSection(Section):
-    """Prompts: any TFDS data set that is readable as a random-access data source."""
+OUR_LAKES = "frozen_lake_maps"
 
-    name: str = Field("frozen_lake_maps", description="TFDS data set name; frozen_lake_maps is ours")
+
+class DataSection(Section):
+    """Prompts: a TFDS data set, files, or a generator of reasoning-gym; options are the source's own."""
+
+    source: Literal["tfds", "files", "reasoning_gym"] = Field("tfds", description="where prompts come from")
+    name: str = Field(
+        OUR_LAKES,
+        min_length=1,
+        description="TFDS data set (frozen_lake_maps is ours), reasoning-gym data set, or a name of your own for files",
+    )
     train_split: str = Field("train", description="split that training prompts come from")
     validation_split: str = Field("validation", description="split for the learning curve and for choosing settings")
     test_split: str = Field("test", description="held-out split, read only by `evaluate` and at the end of a run")
-    options: dict[str, Any] = Field(default_factory=dict, description="arguments of the data set's builder config")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="the source's options; for TFDS, arguments of the data set's builder config"
+    )
+
+    @model_validator(mode="after")
+    def _source_has_it(self) -> DataSection:
+        if self.source != "tfds" and self.name == OUR_LAKES:
+            what = "the name of a reasoning-gym data set" if self.source == "reasoning_gym" else "a name for the files"
+            raise ValueError(
+                f"source={self.source!r} with name={self.name!r}, which is a TFDS data set: prompts could not be told "
+                f"apart. Set name to {what}, or source to 'tfds'."
+            )
+        if self.source == "files" and "files" not in self.options:
+            raise ValueError("source='files' without options.files: there is nothing to read. List the files there.")
+        if self.train_split in (self.validation_split, self.test_split):
+            raise ValueError(
+                f"train_split={self.train_split!r} is a held-out split too: what is trained on measures nothing. "
+                "Name different splits; a part of a TFDS split is written 'train[:80%]'."
+            )
+        splits = (self.train_split, self.validation_split, self.test_split)
+        if self.source == "reasoning_gym" and set(splits) - {"train", "validation", "test"}:
+            raise ValueError(f"a generator's splits are train, validation and test, and not {splits}. Leave them out.")
+        return self
+
+
+ANSWER_REWARDS = ("reasoning_gym", "math", "exact", "regex", "json_schema", "python")
 
 
 class TaskSection(Section):
     """What an episode is: an environment, its options, and its limits."""
 
-    environment: Literal["frozen_lake"] = Field("frozen_lake", description="environment that episodes run in")
-    reward: Literal["environment_return"] = Field("environment_return", description="reward function")
+    environment: Literal["frozen_lake", "question"] = Field(
+        "frozen_lake", description="environment that episodes run in"
+    )
+    reward: Literal["environment_return", "reasoning_gym", "math", "exact", "regex", "json_schema", "python"] = Field(
+        "environment_return", description="reward function"
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="options of the environment")
+    reward_options: dict[str, Any] = Field(default_factory=dict, description="options of the reward function")
     step_seconds_limit: PositiveFloat = Field(
         10.0, description="an environment call that takes longer fails its sample"
     )
     reward_seconds_limit: PositiveFloat = Field(10.0, description="a reward that takes longer fails its sample")
+
+    @model_validator(mode="after")
+    def _reward_scores_it(self) -> TaskSection:
+        if self.environment == "question" and self.reward == "environment_return":
+            raise ValueError(
+                "environment='question' gives no rewards of its own, so reward='environment_return' would always be "
+                f"0. Choose one of {', '.join(ANSWER_REWARDS)}."
+            )
+        if self.environment != "question" and self.reward in ANSWER_REWARDS:
+            raise ValueError(
+                f"reward={self.reward!r} scores the answer to a question, and environment={self.environment!r} asks "
+                "none. Use environment='question', or reward='environment_return'."
+            )
+        return self
 
 
 class SamplingSection(Section):
@@ -300,6 +352,11 @@ class Recipe(Section):
         return self
 
     def _conflicts(self) -> Iterator[str]:
+        if self.task.reward == "reasoning_gym" and self.data.source != "reasoning_gym":
+            yield (
+                f"task.reward='reasoning_gym' with data.source={self.data.source!r}: those scorers know only questions "
+                "of their own generators. Set data.source='reasoning_gym', or choose another task.reward."
+            )
         if self.trainer.row_tokens < self.rollout.branch_tokens:
             yield (
                 f"trainer.row_tokens={self.trainer.row_tokens} is below rollout.branch_tokens="

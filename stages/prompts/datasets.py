@@ -1,7 +1,8 @@
-"""Prompts from TensorFlow Datasets, read by random access and without TensorFlow.
+"""Prompts by index, wherever they come from: TensorFlow Datasets, files, or generators of reasoning-gym.
 
-Any TFDS data set whose files allow random access can be named in a recipe; `frozen_lake_maps` is ours. A data set is
-prepared once, in a folder of the user's cache, and shared by all runs and processes from then on.
+Any TFDS data set whose files allow random access can be named in a recipe, and is read without TensorFlow;
+`frozen_lake_maps` is ours. A data set is prepared once, in a folder of the user's cache, and shared by all runs and
+processes from then on. The other sources are `stages.prompts.files` and `stages.prompts.reasoning_gym`.
 
 Left out: TFDS's own batching and shuffling (order is `training_prompts`'s business), and data sets kept as TFRecord.
 """
@@ -17,7 +18,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,10 @@ from schemas.identity import seed_int
 from schemas.recipe import DataSection, TaskSection
 from schemas.records import Prompt
 from stages.options import checked_options
+from stages.prompts.files import open_files
 from stages.prompts.frozen_lake_maps import FrozenLakeMapOptions, FrozenLakeMaps, FrozenLakeMapsConfig
+from stages.prompts.reasoning_gym import open_reasoning_gym
+from stages.prompts.rows import RowSource
 
 DATA_VARIABLE = "ROLLSTREAM_DATA"
 # TFDS reports what a user can mend as any of these, with the explanation in its text.
@@ -51,7 +55,7 @@ class PromptData:
     split: str
     task: str
     folder: str
-    source: Sequence[Mapping[str, Any]] = field(repr=False)
+    source: RowSource = field(repr=False)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -74,14 +78,15 @@ class PromptData:
 
 
 def open_prompts(data: DataSection, task: TaskSection, split: str) -> PromptData:
-    """Prompts of `split`, for episodes of `task`; prepares the data set first if that was never done.
+    """Prompts of `split`, for episodes of `task`; prepares a TFDS data set first if that was never done.
 
     Two processes may prepare one data set at the same time: one does, the other waits for it. What a killed process
     left behind is not taken for a data set.
 
     Args:
-      data: name and options. Options of frozen_lake_maps are `FrozenLakeMapOptions`; options of any other data set
-        are arguments of `tfds.builder`: config, version, data_dir.
+      data: source, name and options. Options of frozen_lake_maps are `FrozenLakeMapOptions`; options of any other TFDS
+        data set are arguments of `tfds.builder`: config, version, data_dir. Those of other sources are `FileOptions`
+        and `ReasoningGymOptions`.
       task: the environment that the prompts are for.
       split: a split's name, or a part of one as TFDS writes it ("train[:80%]").
 
@@ -89,12 +94,10 @@ def open_prompts(data: DataSection, task: TaskSection, split: str) -> PromptData
       UserError: no such data set, split or option; the data set cannot be read by random access; or the cache folder
         cannot be written.
     """
-    with _TFDS, _tfds_notices_off():
-        builder = _prepared(lambda: _builder(data), data)
-        source = _source(builder, data, split)
+    folder, source = SOURCES[data.source](data, split)
     if not len(source):
         raise UserError(f"data set {data.name}", f"split {split!r} is empty.", "Choose another split or other options.")
-    return PromptData(data.name, split, task.environment, builder.data_dir, source)
+    return PromptData(data.name, split, task.environment, folder, source)
 
 
 def training_prompts(data: PromptData, run_seed: int, step: int, count: int) -> tuple[Prompt, ...]:
@@ -118,6 +121,20 @@ def data_folder() -> Path:
     return Path(os.environ.get(DATA_VARIABLE) or "~/.cache/rollstream/datasets").expanduser()
 
 
+def open_tfds(data: DataSection, split: str) -> tuple[str, RowSource]:
+    """The folder and the examples of a split of a TFDS data set; see `open_prompts`."""
+    with _TFDS, _tfds_notices_off():
+        builder = _prepared(lambda: _builder(data), data)
+        return str(builder.data_dir), _source(builder, data, split)
+
+
+SOURCES: dict[str, Callable[[DataSection, str], tuple[str, RowSource]]] = {
+    "tfds": open_tfds,
+    "files": lambda data, split: ("", open_files(data, split)),
+    "reasoning_gym": lambda data, split: ("", open_reasoning_gym(data, split)),
+}
+
+
 def _builder(data: DataSection) -> tfds.core.DatasetBuilder:
     if data.name == FrozenLakeMaps.name:
         options = checked_options(FrozenLakeMapOptions, data.options, "data.options")
@@ -139,7 +156,7 @@ def _prepared(make: Callable[[], tfds.core.DatasetBuilder], data: DataSection) -
         return builder
 
 
-def _source(builder: tfds.core.DatasetBuilder, data: DataSection, split: str) -> Sequence[Mapping[str, Any]]:
+def _source(builder: tfds.core.DatasetBuilder, data: DataSection, split: str) -> RowSource:
     known = ", ".join(builder.info.splits)
     if split.split("[")[0] not in builder.info.splits:
         raise UserError(f"data set {data.name}", f"it has no split {split!r}.", f"Its splits: {known}.")
@@ -189,9 +206,11 @@ def _tfds_notices_off() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _read(source: Sequence[Mapping[str, Any]], index: int, where: str, folder: str) -> Mapping[str, Any]:
+def _read(source: RowSource, index: int, where: str, folder: str) -> Mapping[str, Any]:
     try:
         return source[index]
+    except UserError:
+        raise
     except Exception as error:  # the readers raise whatever their C++ parts and the decoders do
         raise DamagedDataError(
             where, f"its files cannot be read ({error}).", f"Delete {folder}, and it will be prepared again."

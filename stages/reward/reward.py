@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import apache_beam as beam
 import numpy as np
@@ -28,11 +27,8 @@ from schemas.store import RunStore
 from stages.counters import count_all
 from stages.limits import Outcome, call_all
 from stages.numbers import finite_number
-from stages.reward.environment_return import environment_return
-
-RewardFunction = Callable[[Rollout], Any]  # float, or (float, {name: float}); checked by `score`
-
-REWARDS: dict[str, RewardFunction] = {"environment_return": environment_return}
+from stages.reward.base import RewardFunction
+from stages.reward.kinds import make_reward
 
 STAGE = "reward"
 
@@ -144,11 +140,12 @@ class _RewardFn(beam.DoFn):
 
     def setup(self) -> None:
         self._metrics = MetricsWriter(RunStore.open(self._run), STAGE)
+        self._reward = make_reward(self._recipe)
 
     def process(self, batch: RolloutBatch) -> Iterator[ScoredBatch]:
         task = self._recipe.task
         started = time.perf_counter()
-        scored = score_batch(batch, REWARDS[task.reward], task.reward_seconds_limit, run_seed=self._recipe.seed)
+        scored = score_batch(batch, self._reward, task.reward_seconds_limit, run_seed=self._recipe.seed)
         seconds = time.perf_counter() - started
         measured = measure_rewards(scored)
         self._metrics.write(

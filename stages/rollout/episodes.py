@@ -253,6 +253,7 @@ class Episode:
     steps: int = 0
     episode_return: float = 0.0
     facts: Mapping[str, Any] = field(default_factory=dict)  # of the last transition
+    stopped: bool = False  # the last answer ended by a stop token or stop string, and not for want of tokens
     stop_reason: StopReason | None = None
     error: str | None = None
     traceback: str = ""
@@ -338,7 +339,8 @@ def lay_turns(segments: Sequence[Segment]) -> tuple[Turn, ...]:
 
 
 def _environment_facts(episode: Episode) -> dict[str, Any]:
-    return {"invalid_answers": 0, **episode.facts, "return": episode.episode_return, "steps": episode.steps}
+    counted = {"return": episode.episode_return, "steps": episode.steps, "stopped": episode.stopped}
+    return {"invalid_answers": 0, **episode.facts, **counted}
 
 
 class _Cohort:
@@ -470,8 +472,15 @@ class _Cohort:
     def _step(self, episodes: Sequence[Episode]) -> None:
         # Decoding only gives the environment something to read; the tokens stay as they were sampled.
         texts = {episode: episode.dialogue.answer_text(episode.segments[-1].tokens) for episode in episodes}
+        for episode, text in texts.items():
+            episode.stopped = self._is_stopped(episode.segments[-1].tokens, text)
         for episode, outcome in self._each("step", episodes, lambda e: e.environment.step(texts[e])):
             self._take_transition(episode, outcome.result, outcome.seconds)
+
+    def _is_stopped(self, answer: Sequence[int], text: str) -> bool:
+        return answer[-1] in self._dialogue.tokenizer.stop_ids or any(
+            stop in text for stop in self._recipe.sampling.stop_strings
+        )
 
     def _take_transition(self, episode: Episode, transition: Transition, seconds: float) -> None:
         episode.steps += 1

@@ -249,15 +249,14 @@ def test_the_results_of_a_run_show_its_random_weights_and_the_scripted_rule(shar
     assert [result.label for result in results] == ["random weights", "scripted rule"]
     assert results[0].digest == shared.policies.commit(0).digest
     prompts = Player(shared, "test", most_prompts=None, samples=1, sampling=evaluation_sampling(RECIPE)).prompts
-    scripted = play_scripted(RECIPE, prompts)
-    assert scripted is not None and results[1].total == summarize(scripted)
+    assert results[1].total == summarize(play_scripted(RECIPE, prompts)["scripted rule"])
 
 
 def test_an_environment_without_a_scripted_rule_has_no_scripted_result(monkeypatch: pytest.MonkeyPatch) -> None:
     lake = Prompt("p", "frozen_lake", {"map": "SF\nFG"})
-    assert [o.successes for o in play_scripted(RECIPE, [lake]) or []] == [1]
+    assert [o.successes for o in play_scripted(RECIPE, [lake])["scripted rule"]] == [1]
     monkeypatch.setitem(ENVIRONMENTS, "frozen_lake", replace(ENVIRONMENTS["frozen_lake"], scripted=None))
-    assert play_scripted(RECIPE, [lake]) is None
+    assert play_scripted(RECIPE, [lake]) == {}
 
 
 def test_the_learning_curve_measures_each_due_version_once(shared: Runtime) -> None:

@@ -108,6 +108,14 @@ def test_the_curve_of_a_run_has_its_rewards_validations_and_results(tmp_path: Pa
         ("random weights", 0),
         ("after RL (2 steps)", 2),
     ]
-    assert curve.scripted == 0.5
+    assert (curve.scripted, curve.scripted_label) == (0.5, "scripted rule")
     assert (curve.validation_note, curve.test_note) == ("64 validation prompts", "10 test prompts")
     assert png_size(draw(curve)) == (1600, 960)
+
+
+def test_of_several_scripted_rules_the_best_is_drawn(tmp_path: Path) -> None:
+    summaries = [summarize([PromptOutcome("p", "", 1, i < right, 0, i < right) for i in range(10)]) for right in (2, 7)]
+    rules = zip(("always '3'", "the first number + 1"), summaries, strict=True)
+    results = RunResults("test", tuple(Result(label, None, None, summary, {}) for label, summary in rules))
+    curve = curve_of(write_run(tmp_path / "run"), RECIPE, results)
+    assert (curve.scripted, curve.scripted_label) == (0.7, "the first number + 1")

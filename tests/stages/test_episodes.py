@@ -258,13 +258,20 @@ def test_an_episode_that_its_environment_ends_is_terminated():
     rollout = ending(turns=2)
     assert rollout.stop_reason == "terminated"
     assert rollout.tokens.tolist() == tokens_of("abcabABcd")
-    assert rollout.environment == {"heard": 4, "success": True, "return": 0.25, "steps": 2, "invalid_answers": 0}
+    assert rollout.environment == {
+        "heard": 4,
+        "success": True,
+        "return": 0.25,
+        "steps": 2,
+        "invalid_answers": 0,
+        "stopped": False,
+    }
 
 
 def test_an_episode_that_its_environment_cuts_off_is_truncated():
     rollout = ending(lambda answer: Transition("XYZ?", np.float32(0.5), np.False_, True, {"invalid_answers": 1}))
     assert rollout.stop_reason == "truncated"
-    assert rollout.environment == {"invalid_answers": 1, "return": 0.5, "steps": 1}
+    assert rollout.environment == {"invalid_answers": 1, "return": 0.5, "steps": 1, "stopped": False}
     assert rollout.tokens.tolist() == tokens_of("abcab")  # text that nobody answers is not trained on, nor encoded
 
 

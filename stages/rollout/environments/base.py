@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel
 
+from jax_core.chat import Said
+from schemas.recipe import Recipe
 from schemas.records import Prompt
 
 
@@ -20,7 +22,8 @@ class Transition:
     """What one answer led to.
 
     Args:
-      text: what the environment writes next; '' when the episode is over, since nothing follows an end.
+      text: what the environment writes next, as text or messages; '' when the episode is over, since nothing follows
+        an end.
       reward: reward of this answer alone.
       terminated: the episode reached an end of its own.
       truncated: the episode was cut off by a limit of the environment.
@@ -28,7 +31,7 @@ class Transition:
         trajectory. At least "return" (float), "invalid_answers" and "steps" (int); "success" (bool) if there is one.
     """
 
-    text: str
+    text: Said
     reward: float
     terminated: bool
     truncated: bool
@@ -42,8 +45,8 @@ class Transition:
 class Environment(Protocol):
     """One episode at a time, driven by one thread at a time. `reset` may be called again for another episode."""
 
-    def reset(self, prompt: Prompt, seed: int) -> str:
-        """Starts an episode and returns the prompt's text.
+    def reset(self, prompt: Prompt, seed: int) -> Said:
+        """Starts an episode and returns the prompt: text, or messages for the model's chat template.
 
         Equal prompts and seeds and equal answers give equal episodes.
 
@@ -66,6 +69,19 @@ class Environment(Protocol):
 
 
 @dataclass(frozen=True)
+class ScriptedRule:
+    """Something simple that plays an environment, to be beaten before a policy can be said to have learned anything.
+
+    Args:
+      label: what it is, for the table of results.
+      success: prompt -> 1.0 where it succeeds, else 0.0; one episode.
+    """
+
+    label: str
+    success: Callable[[Prompt], float]
+
+
+@dataclass(frozen=True)
 class EnvironmentKind:
     """An environment as recipes name it.
 
@@ -76,11 +92,10 @@ class EnvironmentKind:
       options_model: the options, each with its default and description.
       make: options -> an environment, ready for `reset`.
       demonstrate: prompt, options -> the answers of one good episode; None if nobody knows one.
-      scripted: prompts, options -> share of them on which a scripted rule succeeds, one episode each: what a policy has
-        to beat before it can be said to plan. None if there is no such rule.
+      scripted: recipe -> scripted rules, some of them chosen on training prompts; None if there are no such rules.
     """
 
     options_model: type[BaseModel]
     make: Callable[[Mapping[str, Any] | Any], Environment]
     demonstrate: Callable[[Prompt, Mapping[str, Any] | Any], list[str]] | None = None
-    scripted: Callable[[Sequence[Prompt], Mapping[str, Any] | Any], float] | None = None
+    scripted: Callable[[Recipe], Sequence[ScriptedRule]] | None = None

@@ -35,10 +35,10 @@ from pydantic import Field
 
 from schemas.errors import UserError
 from schemas.identity import seed_int
-from schemas.recipe import Section
+from schemas.recipe import Recipe, Section
 from schemas.records import Prompt
 from stages.options import checked_options
-from stages.rollout.environments.base import Transition
+from stages.rollout.environments.base import ScriptedRule, Transition
 
 MOVES = "LDRU"  # index is gymnasium's action
 OFFSETS = {"L": (0, -1), "D": (1, 0), "R": (0, 1), "U": (-1, 0)}
@@ -288,17 +288,16 @@ def scripted_rule(rows: Rows, row: int, col: int, moves: Sequence[str]) -> str:
     return back or "D"
 
 
-def scripted_success(prompts: Sequence[Prompt], options: RawOptions) -> float:
-    """Share of `prompts` on which `scripted_rule` reaches the goal, one episode each; NaN without prompts."""
-    successes = [_scripted_episode(prompt, options) for prompt in prompts]
-    return sum(successes) / len(successes) if successes else float("nan")
+def scripted_rules(recipe: Recipe) -> list[ScriptedRule]:
+    """`scripted_rule`, as an opponent; it needs no training prompts."""
+    return [ScriptedRule("scripted rule", lambda prompt: float(_scripted_episode(prompt, recipe.task.options)))]
 
 
 def _scripted_episode(prompt: Prompt, options: RawOptions) -> bool:
     checked = checked_options(FrozenLakeOptions, options, "task.options")
     environment, rows = make(checked), map_rows(prompt, checked.names_grid)
     moves: list[str] = []
-    text = environment.reset(prompt, seed_int("scripted", prompt.prompt_id))
+    text: Any = environment.reset(prompt, seed_int("scripted", prompt.prompt_id))
     while True:
         moves.append(scripted_rule(rows, *named_cell(text[-1], checked.names_grid), moves))
         transition = environment.step(moves[-1])
