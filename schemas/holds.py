@@ -103,14 +103,13 @@ class Lease:
           UserError: on entering, if a living process holds it. It takes up to one lease to find that one is not.
         """
         token, record = self._take()
-        hold = Hold(self.name, token, lambda: self.records.exists(self._key(token + 1)))
         ended = threading.Event()
         renewing = threading.Thread(
             target=self._renew, args=(token, record, ended), name=f"lease-{self.name}", daemon=True
         )
         renewing.start()
         try:
-            yield hold
+            yield self._hold(token)
         finally:
             ended.set()
             renewing.join()
@@ -125,6 +124,9 @@ class Lease:
         if not self.records.put_new(self._key(newest + 1), _to_bytes(record)):
             refuse_second_holder(self.location)
         return newest + 1, record
+
+    def _hold(self, token: int) -> Hold:
+        return Hold(self.name, token, lambda: self.records.exists(self._key(token + 1)))
 
     def _newest(self) -> int:
         """The newest record's number; -1: there is none. The listing may be late, so it is only where to begin."""

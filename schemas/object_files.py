@@ -135,13 +135,14 @@ class ObjectFiles:
         return sorted({_log_of(key) or key for key in self._sizes(prefix)})
 
     def _sizes(self, prefix: str) -> dict[str, int]:
-        """Every object below the folder, with its size in bytes, in order of name. Pages come as they are asked for."""
+        """Every object below the folder, with its size in bytes, in order of name."""
+        found: dict[str, int] = {}
 
-        def all_pages() -> dict[str, int]:
-            pages = self._objects.list(prefix or None)
-            return {entry["path"]: int(entry["size"]) for page in pages for entry in page}
+        def read_on() -> None:  # from where an earlier attempt broke off: a long run has many pages
+            for page in self._objects.list(prefix or None, offset=max(found, default=None)):
+                found.update((entry["path"], int(entry["size"])) for entry in page)
 
-        found, _ = self._calls.make(prefix or "the list of keys", all_pages)
+        self._calls.make(prefix or "the list of keys", read_on)
         return dict(sorted(found.items()))
 
     def folders(self, prefix: str) -> Keys:
