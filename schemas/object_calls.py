@@ -38,7 +38,9 @@ SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss")
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist|ContainerNotFound|container does not exist")
-_METADATA_SERVICES = re.compile(r"169\.254\.\d+\.\d+|metadata\.google|token request|credential", re.IGNORECASE)
+_METADATA_SERVICES = re.compile(
+    r"169\.254\.\d+\.\d+|/latest/api/token|/latest/meta-data|metadata\.google|token request|credential", re.IGNORECASE
+)
 _BRIEFLY_REFUSED = {408, 425, 429}  # the other 4xx say that the call itself is wrong
 
 

@@ -95,19 +95,22 @@ def object_files_of(store: RunStore) -> ObjectFiles:
     return store.objects
 
 
+STATUS = "Server returned non-2xx status code:"
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (PermissionDeniedError("403 Forbidden"), r"k is not accessible .*Give these credentials access"),
-        (UnauthenticatedError("401 Unauthorized"), r"no usable credentials .*AWS_ACCESS_KEY_ID"),
-        (GenericError("Error performing PUT http://169.254.169.254/latest/api/token - error sending request"), r"no usable credentials"),
-        (GenericError("Server returned non-2xx status code: 404 Not Found: <Code>NoSuchBucket</Code>"), r"its bucket does not exist.*Make the bucket"),
-        (FileNotFoundError("404: The specified bucket does not exist."), r"its bucket does not exist"),
-        (GenericError("Received redirect without LOCATION"), r"lies in another region.*AWS_REGION"),
-        (GenericError("Server returned non-2xx status code: 400 Bad Request: no"), r"refused a call for k"),
-        (GenericError("Server returned non-2xx status code: 501 Not Implemented"), r".*create-if-absent"),
+        (PermissionDeniedError("403 Forbidden"), "k is not accessible .*Give these credentials access"),
+        (UnauthenticatedError("401 Unauthorized"), "no usable credentials .*AWS_ACCESS_KEY_ID"),
+        (GenericError("PUT http://169.254.169.254/latest/api/token - error sending request"), "no usable credentials"),
+        (GenericError(f"{STATUS} 404 Not Found: <Code>NoSuchBucket</Code>"), "its bucket does not exist.*Make the"),
+        (FileNotFoundError(f"{STATUS} 404: The specified bucket does not exist."), "its bucket does not exist"),
+        (GenericError("Received redirect without LOCATION"), "lies in another region.*AWS_REGION"),
+        (GenericError(f"{STATUS} 400 Bad Request: no"), "refused a call for k"),
+        (GenericError(f"{STATUS} 501 Not Implemented"), ".*create-if-absent"),
     ],
-)  # fmt: skip
+)
 def test_what_only_the_user_can_mend_is_said_at_once(error: Exception, said: str) -> None:
     def call() -> None:
         raise error
@@ -123,7 +126,7 @@ def test_what_only_the_user_can_mend_is_said_at_once(error: Exception, said: str
     "status", ["408 Request Timeout", "429 Too Many Requests", "500 Internal Server Error", "503 x"]
 )
 def test_what_passes_is_tried_again(status: str) -> None:
-    outcomes: Iterator[Exception | None] = iter([GenericError(f"non-2xx status code: {status}"), None])
+    outcomes: Iterator[Exception | None] = iter([GenericError(f"{STATUS} {status}"), None])
 
     def call() -> str:
         if (error := next(outcomes)) is not None:
@@ -143,7 +146,7 @@ def test_a_server_that_never_answers_is_given_up_in_time(monkeypatch: pytest.Mon
         patience = Patience(call_seconds=0.2, connect_seconds=0.2, first_attempts=2, sleep=lambda seconds: None)
         store = RunStore.over(open_objects("s3://bucket/run", patience), "s3://bucket/run", patience)
         began = time.monotonic()
-        with pytest.raises(UserError, match="does not answer: 2 attempts for config.json"):
+        with pytest.raises(UserError, match=r"does not answer: 2 attempts for config\.json"):
             store.exists("config.json")
         assert time.monotonic() - began < 3
 
@@ -266,9 +269,9 @@ def test_a_name_is_held_by_one_at_a_time_and_each_holder_has_a_larger_token(shar
         with lease(shared).held() as hold:
             assert hold.token == token
             hold.check()
-            with pytest.raises(UserError, match=rf"another process is at work on it \(process {os.getpid()} on "):
-                with lease(shared).held():
-                    raise AssertionError("two hold it")
+            said = rf"another process is at work on it \(process {os.getpid()} on "
+            with pytest.raises(UserError, match=said), lease(shared).held():
+                raise AssertionError("two hold it")
 
 
 def test_of_eight_who_ask_at_once_one_gets_the_name(shared: RunStore) -> None:
