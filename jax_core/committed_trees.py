@@ -176,7 +176,12 @@ class CommittedTrees(Generic[Record]):
                 self.sweep(version, self.record(version).digest)
 
     def prune(self, keep: Collection[int]) -> None:
-        """Removes the arrays of all stored versions that are not in `keep`, except the newest."""
+        """Removes the arrays of all stored versions that are not in `keep`, except the newest.
+
+        Raises:
+          LostHoldError: this process is no longer the one that may write here; its `keep` is of the past.
+        """
+        self.store.check_holds()
         stored = self.stored()
         for version in set(stored[:-1]) - set(keep):
             self.sweep(version, keep=None)

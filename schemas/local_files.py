@@ -30,6 +30,8 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP}
 
+LOG_SUFFIX = ".jsonl"  # of keys that lines are appended to
+
 Keys = list[str]  # a name of its own, because the class below has a method called list
 
 
@@ -100,11 +102,9 @@ class LocalFiles:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    def log_parts(self, key: str) -> dict[str, int]:
-        try:
-            return {key: (self._root / key).stat().st_size}
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
+    def log_parts(self, prefix: str) -> dict[str, int]:
+        logs = [prefix] if self.exists(prefix) else self.list(prefix)
+        return {log: (self._root / log).stat().st_size for log in logs if log.endswith(LOG_SUFFIX)}
 
     def get_part(self, key: str) -> bytes:
         return self.get(key)

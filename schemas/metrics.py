@@ -216,11 +216,10 @@ class MetricsTail:
 
     def read(self) -> list[MetricEvent]:
         """As `read_metrics`, of now."""
-        stage = self._stage
-        for key in self._store.list("metrics") if stage is None else [run_layout.metrics(stage)]:
-            for part, size in self._store.log_parts(key).items():
-                if size > self._parsed_bytes.get(part, 0):
-                    self._parse(part, self._store.get_part(part))
+        logs = "metrics" if self._stage is None else run_layout.metrics(self._stage)
+        for part, size in self._store.log_parts(logs).items():
+            if size > self._parsed_bytes.get(part, 0):
+                self._parse(part, self._store.get_part(part))
         events = [event for _, event in self._last.values()]
         return sorted(events, key=lambda event: (event.stage, event.step, _element(event)))
 

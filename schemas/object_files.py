@@ -29,9 +29,9 @@ from pathlib import Path
 from obstore.exceptions import AlreadyExistsError
 
 from schemas.holds import Hold, Lease
+from schemas.local_files import LOG_SUFFIX
 from schemas.object_calls import Calls, Objects, Patience, refuse_missing_bucket
 
-LOG_SUFFIX = ".jsonl"
 _PART_BYTES = 64 * 1024  # a part this long gets no more lines: every line puts the whole part again
 _PIECE_BYTES = 32 * 1024 * 1024  # of a file, in one call: a whole large file would not come in time
 
@@ -91,7 +91,7 @@ class ObjectFiles:
         return attempts
 
     def get(self, key: str) -> bytes:
-        *older, newest = [self.get_part(name) for name in self.log_parts(key) or [key]]
+        *older, newest = [self.get_part(name) for name in self._parts_of(key) or [key]]
         # A last line may be torn, if the run was copied here from a local folder; it is ended, as `append_line` would.
         return b"".join(part if part.endswith(b"\n") else part + b"\n" for part in older) + newest
 
@@ -104,7 +104,7 @@ class ObjectFiles:
         return data
 
     def exists(self, key: str) -> bool:
-        return bool(self.log_parts(key)) if key.endswith(LOG_SUFFIX) else self._size(key) is not None
+        return bool(self._parts_of(key)) if key.endswith(LOG_SUFFIX) else self._size(key) is not None
 
     def _size(self, key: str) -> int | None:
         """Of one object, in bytes; None: it does not exist."""
@@ -125,7 +125,7 @@ class ObjectFiles:
             self._has_bucket = True
 
     def delete(self, key: str) -> None:
-        for name in self.log_parts(key) or [key]:
+        for name in self._parts_of(key) or [key]:
             with suppress(FileNotFoundError):
                 self._calls.make(name, lambda name=name: self._objects.delete(name))  # type: ignore[misc]
 
@@ -163,7 +163,13 @@ class ObjectFiles:
             if attempts == 1 and len(part.data) < _PART_BYTES:
                 log.part = part
 
-    def log_parts(self, key: str) -> dict[str, int]:
+    def log_parts(self, prefix: str) -> dict[str, int]:
+        if prefix.endswith(LOG_SUFFIX):
+            return self._parts_of(prefix)
+        sizes = self._sizes(prefix)
+        return {key: size for key, size in sizes.items() if (_log_of(key) or key).endswith(LOG_SUFFIX)}
+
+    def _parts_of(self, key: str) -> dict[str, int]:
         if not key.endswith(LOG_SUFFIX):
             return {}
         size = self._size(key)  # one object, if the run was copied here from a local folder

@@ -21,9 +21,9 @@ from obstore.store import MemoryStore
 
 from schemas.errors import UserError
 from schemas.holds import Hold
-from schemas.local_files import STAGED, LocalFiles
+from schemas.local_files import LOG_SUFFIX, STAGED, LocalFiles
 from schemas.object_calls import SCHEMES, Objects, Patience, open_objects
-from schemas.object_files import LOG_SUFFIX, ObjectFiles
+from schemas.object_files import ObjectFiles
 
 Keys = list[str]  # a name of its own, because the classes below have a method called list
 
@@ -37,7 +37,7 @@ class _Backend(Protocol):
     def folders(self, prefix: str) -> Keys: ...
     def delete(self, key: str) -> None: ...
     def append_line(self, key: str, line: bytes) -> None: ...
-    def log_parts(self, key: str) -> dict[str, int]: ...
+    def log_parts(self, prefix: str) -> dict[str, int]: ...
     def get_part(self, key: str) -> bytes: ...
     def held(self, key: str) -> AbstractContextManager[Hold]: ...
     def hold(self, name: str) -> AbstractContextManager[Hold]: ...
@@ -131,13 +131,13 @@ class RunStore:
             raise ValueError(f"{key}: lines are appended to logs, and their names end in {LOG_SUFFIX}")
         self._backend.append_line(key, line + b"\n")
 
-    def log_parts(self, key: str) -> dict[str, int]:
-        """The keys that a log's lines lie under, oldest first, with their sizes in bytes; empty: there is no such log.
+    def log_parts(self, prefix: str) -> dict[str, int]:
+        """The keys that lines lie under, with their sizes in bytes: of the log `prefix`, or of all logs in that folder.
 
-        One in a local folder, several in an object store, for who reads a growing log again and again: a part only
-        grows, and no line is in two. All others `get` the log whole.
+        A log has one in a local folder, and several in an object store, in order of their age. This is for who reads
+        growing logs again and again: a part only grows, and no line is in two. All others `get` a log whole.
         """
-        return self._backend.log_parts(_checked(key))
+        return self._backend.log_parts(_checked_folder(prefix))
 
     def get_part(self, key: str) -> bytes:
         """One part of a log, by the key that `log_parts` gave it."""

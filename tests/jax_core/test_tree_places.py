@@ -113,6 +113,17 @@ def test_who_lost_its_hold_while_it_wrote_publishes_nothing(store: RunStore, mon
     assert is_equal(PolicyStore(store).load(1), weights(1))
 
 
+def test_who_lost_its_hold_prunes_nothing(store: RunStore) -> None:
+    """What it would keep is of the past: it would take away what the new holder needs."""
+    policies = publish_through(store, 4)
+    assert store.objects is not None
+    with store.hold("trainer") as hold:
+        store.objects.put_new(f"{run_layout.lock('trainer')}/{hold.token + 1:08d}.json", b"of another process")
+        with pytest.raises(LostHoldError):
+            policies.prune(keep=[0])
+    assert policies.versions() == [0, 1, 2, 3, 4]
+
+
 def test_files_of_two_writers_of_one_tree_are_never_mixed(store: RunStore, cache: TreeCache) -> None:
     """Orbax gives the files of equal trees other names, and other bytes, each time."""
     policies = PolicyStore(store)

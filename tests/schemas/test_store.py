@@ -105,6 +105,24 @@ def test_lines_are_appended_whole_and_in_order(store: RunStore) -> None:
         store.append_line("metrics/a.jsonl", b"two\nlines")
 
 
+def test_parts_of_logs_hold_all_lines_and_only_they(store: RunStore) -> None:
+    store.append_line("metrics/a.jsonl", b"one")
+    store.append_line("metrics/b.jsonl", b"three")
+    store.put("metrics/c.json", b"no log")
+    for logs, size in (("metrics/a.jsonl", 4), ("metrics/b.jsonl", 6), ("metrics", 10), ("", 10), ("nothing", 0)):
+        parts = store.log_parts(logs)
+        assert sum(parts.values()) == sum(len(store.get_part(part)) for part in parts) == size
+    with pytest.raises(ValueError, match=r"end in \.jsonl"):
+        store.append_line("metrics/c.json", b"a line")
+
+
+def test_folders_are_named_one_level_deep(store: RunStore) -> None:
+    for key in ("a/1/x", "a/2/y/z", "a/file", "b/3/x"):
+        store.put(key, b"")
+    assert store.folders("a") == store.folders("a/") == ["1", "2"]
+    assert store.folders("") == ["a", "b"] and store.folders("nothing") == []
+
+
 def test_lines_of_many_threads_never_mix(store: RunStore) -> None:
     lines = [[f"{writer}:{index}:".encode() + b"x" * 500 for index in range(20)] for writer in range(4)]
 
