@@ -69,7 +69,9 @@ class CommittedTrees(Generic[Record]):
         return sorted(version for version in _versions(found) if self.is_committed(version))
 
     def is_stored(self, version: int) -> bool:
-        return self.is_committed(version) and self.place.holds_tree(self.folder_key(version))
+        if not self.is_committed(version):
+            return False
+        return self.place.holds_tree(self.folder_key(version), self.record(version).digest)
 
     def _begun(self) -> set[int]:
         """Versions that have a folder, whatever is in it."""
@@ -147,7 +149,7 @@ class CommittedTrees(Generic[Record]):
         except (MemoryError, UserError):
             raise
         except Exception as error:  # Orbax and TensorStore raise whatever a torn file makes them raise
-            if not self.place.holds_tree(folder):
+            if not self.place.holds_tree(folder, digest):
                 raise self._missing(version, "has no arrays any more: they were pruned.") from error
             raise self._damaged(version, f"cannot be read ({_first_line(error)}).") from error
         if found != digest:

@@ -53,8 +53,8 @@ class TreePlace(Protocol):
     def littered(self, parent: str) -> set[str]:
         """Names of the version folders below `parent` that may hold more than a COMMIT."""
 
-    def holds_tree(self, folder: str) -> bool:
-        """Whether the version folder holds a complete tree."""
+    def holds_tree(self, folder: str, digest: str) -> bool:
+        """Whether the version folder holds a complete tree: this one, or in its stead another."""
 
     def write(self, folder: str, digest: str, tree: NestedDict, crash_name: str) -> None:
         """Makes the tree lie there, complete and durable. Passes the crash point right before it is complete."""
@@ -85,13 +85,16 @@ class LocalPlace:
         return set(self.store.folders(parent))
 
     def stored(self, parent: str, apart_from: set[str]) -> set[str]:
-        return {name for name in self.versions(parent) - apart_from if self.holds_tree(f"{parent}/{name}")}
+        return {name for name in self.versions(parent) - apart_from if self._trees(f"{parent}/{name}")}
 
     def littered(self, parent: str) -> set[str]:
         return self.versions(parent)
 
-    def holds_tree(self, folder: str) -> bool:
-        return any(not path.name.startswith(".") for path in self._folders(folder))
+    def holds_tree(self, folder: str, digest: str) -> bool:
+        return bool(self._trees(folder))
+
+    def _trees(self, folder: str) -> list[Path]:
+        return [path for path in self._folders(folder) if not path.name.startswith(".")]
 
     def _folders(self, folder: str) -> list[Path]:
         try:
@@ -172,7 +175,9 @@ class ObjectPlace:
         keys = [PurePosixPath(key) for key in self.objects.list(parent)]
         return {key.parts[-3] for key in keys if len(key.parts) > parent.count("/") + 3}
 
-    def holds_tree(self, folder: str) -> bool:
+    def holds_tree(self, folder: str, digest: str) -> bool:
+        if self.objects.exists(f"{folder}/{digest}/{FILES}"):  # which the list may be too late to name
+            return True
         return any(key.endswith(f"/{FILES}") for key in self.objects.list(folder))
 
     def write(self, folder: str, digest: str, tree: NestedDict, crash_name: str) -> None:

@@ -60,7 +60,7 @@ class Objects(Protocol):
 class Patience:
     """How long to wait for one call, how often to make it, and how long to wait in between."""
 
-    call_seconds: float = 30.0  # for one answer, its body included
+    call_seconds: float = 60.0  # for one answer, bodies included: a shard goes up in one call
     connect_seconds: float = 5.0
     attempts: int = 8
     first_attempts: int = 3  # until the store has answered once: an address that was never right will not become so

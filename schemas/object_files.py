@@ -22,6 +22,7 @@ import secrets
 import threading
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +34,8 @@ from schemas.local_files import LOG_SUFFIX
 from schemas.object_calls import Calls, Objects, Patience, refuse_missing_bucket
 
 _PART_BYTES = 64 * 1024  # a part this long gets no more lines: every line puts the whole part again
-_PIECE_BYTES = 32 * 1024 * 1024  # of a file, in one call: a whole large file would not come in time
+_PIECE_BYTES = 16 * 1024 * 1024  # of a file, in one call: a whole large file would not come in time
+_PIECES_AT_ONCE = 8
 
 Keys = list[str]  # a name of its own, because the class below has a method called list
 
@@ -185,15 +187,14 @@ class ObjectFiles:
         if size is None:
             raise FileNotFoundError(f"{self._location} has no {key}")
         with open(path, "xb") as file:
-            for start in range(0, size, _PIECE_BYTES):
+
+            def fetch(start: int) -> None:
                 length = min(_PIECE_BYTES, size - start)
-                piece, _ = self._calls.make(
-                    key,
-                    lambda s=start, n=length: self._objects.get_range(key, start=s, length=n),  # type: ignore[misc]
-                )
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
+                piece, _ = self._calls.make(key, lambda: self._objects.get_range(key, start=start, length=length))
+                os.pwrite(file.fileno(), piece, start)
+
+            with ThreadPoolExecutor(_PIECES_AT_ONCE) as pool:
+                list(pool.map(fetch, range(0, size, _PIECE_BYTES)))
 
     # Holds
 

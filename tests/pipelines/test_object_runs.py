@@ -5,16 +5,22 @@ The S3 server is moto's, over HTTP; the store that fails is obstore's memory sto
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from jax_core.policies import PolicyStore
 from jax_core.tree_places import CACHE_VARIABLE
 from pipelines.evaluate import evaluate_run, open_run
 from pipelines.replay import replay
@@ -157,6 +163,65 @@ def test_a_long_list_on_s3_comes_whole(bucket: str) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda key: store.put(key, b""), keys))
     assert store.list("k") == keys and store.folders("") == ["k"]
+
+
+def test_a_large_file_on_s3_goes_up_in_parts_and_comes_back_in_pieces(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_files, "_PIECE_BYTES", 1_000_000)
+    there, back = tmp_path / "there", tmp_path / "back"
+    there.write_bytes(random.Random(0).randbytes(12_345_678))
+    objects = RunStore.open(bucket).objects
+    assert objects is not None
+    objects.put_file("large", there)
+    objects.get_file("large", back)
+    assert back.read_bytes() == there.read_bytes()
+
+
+PUBLISHING = """
+import sys
+from functools import partial
+import numpy as np
+from jax_core.policies import PolicyStore
+from schemas import object_files
+from schemas.holds import Lease, LostHoldError
+from schemas.store import RunStore
+
+object_files.Lease = partial(Lease, seconds=1.0)
+store = RunStore.open(sys.argv[1])
+with store.hold("trainer"):
+    PolicyStore(store).publish(0, {"w": np.zeros(3)}, source="random")
+    print("published", flush=True)
+    sys.stdin.readline()
+    try:
+        PolicyStore(store).publish(1, {"w": np.ones(3)}, source="step")
+    except LostHoldError as error:
+        print(error, flush=True)
+"""
+
+
+def test_a_trainer_that_hung_until_another_took_over_publishes_nothing_when_it_wakes(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_files, "Lease", partial(Lease, seconds=1.0))
+    with subprocess.Popen(
+        [sys.executable, "-c", PUBLISHING, bucket],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    ) as hung:
+        assert hung.stdout is not None and hung.stdout.readline() == "published\n"
+        os.kill(hung.pid, signal.SIGSTOP)
+        store = RunStore.open(bucket)
+        with store.hold("trainer") as hold:
+            assert hold.token == 1
+            os.kill(hung.pid, signal.SIGCONT)
+            said, _ = hung.communicate("\n")
+            assert "hold 0 of 'trainer': was taken over by another process" in said
+            assert PolicyStore(store).latest() == 0
+            commit = PolicyStore(store).publish(1, {"w": np.full(3, 2.0)}, source="step")
+            assert commit.fencing_token == "trainer:1"
 
 
 @pytest.mark.slow
