@@ -70,7 +70,7 @@ def save_tree(folder: Path, tree: NestedDict) -> None:
         (folder / FILES).write_text(json.dumps(file_digests(folder), indent=2))
         sync_tree(folder)
     except Exception as error:
-        if errno_of(error) in _THE_USERS:
+        if errno_of(error) in THE_USERS:
             reason = f"could not be written ({os.strerror(errno_of(error))})."
             raise UserError(str(folder.parent), reason, "Free space or mend permissions, then start again.") from error
         raise
@@ -116,7 +116,8 @@ def file_digests(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
-_THE_USERS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
+# Errors of the system that the user can mend: no space, or no permission.
+THE_USERS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 def errno_of(error: Exception) -> int:

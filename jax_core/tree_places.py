@@ -31,8 +31,9 @@ from typing import Protocol
 from uuid import uuid4
 
 from jax_core.faults import crash_point
-from jax_core.orbax_files import FILES, file_digests, restore_tree, save_tree, sync
+from jax_core.orbax_files import FILES, THE_USERS, file_digests, restore_tree, save_tree, sync
 from jax_core.trees import NestedDict, tree_digest
+from schemas.errors import UserError
 from schemas.object_files import ObjectFiles
 from schemas.store import RunStore
 
@@ -263,19 +264,41 @@ class TreeCache:
 
     @classmethod
     def of_this_machine(cls) -> TreeCache:
+        """Raises UserError if its size in the environment is no number."""
         folder = Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/rollstream").expanduser()
-        return cls(folder / "trees", float(os.environ.get(CACHE_SIZE_VARIABLE) or _CACHE_GB) * 1e9)
+        size = os.environ.get(CACHE_SIZE_VARIABLE) or _CACHE_GB
+        try:
+            return cls(folder / "trees", float(size) * 1e9)
+        except ValueError:
+            raise UserError(
+                f"{CACHE_SIZE_VARIABLE}={size}", "is no number of gigabytes.", "Set it to 20, say."
+            ) from None
 
     @contextmanager
     def staging(self) -> Iterator[Path]:
-        """A new folder to write in, gone afterwards. Those of killed processes are removed by the next."""
+        """A new folder to write in, gone afterwards. Those of killed processes are removed by the next.
+
+        Raises:
+          UserError: also from inside the context: the cache is full, or may not be written.
+        """
+        try:
+            with self._locked_folder() as staging:
+                yield staging
+        except OSError as error:
+            if error.errno not in THE_USERS:
+                raise
+            reason, way_out = f"cannot be written ({error.strerror}).", f"Free space, or set {CACHE_VARIABLE}."
+            raise UserError(str(self.folder), reason, way_out) from error
+
+    @contextmanager
+    def _locked_folder(self) -> Iterator[Path]:
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._alone():
             self._sweep_dead()
             staging = self.folder / f".writing-{uuid4().hex}"
             staging.mkdir()
             descriptor = os.open(staging, os.O_RDONLY)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # let go of when this process dies
         try:
             yield staging
         finally:

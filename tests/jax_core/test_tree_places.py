@@ -15,10 +15,10 @@ from obstore.store import MemoryStore
 
 from jax_core import committed_trees, orbax_files, tree_places
 from jax_core.policies import MissingVersionError, PolicyStore, TrainerStore
-from jax_core.tree_places import CACHE_VARIABLE, TreeCache
+from jax_core.tree_places import CACHE_SIZE_VARIABLE, CACHE_VARIABLE, TreeCache
 from jax_core.trees import tree_digest
 from schemas import run_layout
-from schemas.errors import DamagedDataError
+from schemas.errors import DamagedDataError, UserError
 from schemas.holds import Lease, LostHoldError
 from schemas.store import RunStore
 from tests.faulty_store import QUICK, FaultyStore
@@ -257,6 +257,31 @@ def test_loaded_weights_are_numpy_arrays_of_the_published_bits(store: RunStore, 
     policies = publish_through(store, 0)
     empty(cache)
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(policies.load(0)))
+
+
+def test_a_full_disk_under_the_cache_is_said_and_is_no_damage_to_the_run(
+    store: RunStore, cache: TreeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policies = publish_through(store, 0)
+    empty(cache)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(
+            UserError, match=f"{cache.folder}: cannot be written .No space left.*ROLLSTREAM_CACHE"
+        ) as said:
+            policies.load(0)
+        assert not isinstance(said.value, DamagedDataError)
+    assert is_equal(policies.load(0), weights(0)) and not list(cache.folder.glob(".writing-*"))
+
+
+def test_a_size_of_the_cache_that_is_no_number_is_refused(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE_SIZE_VARIABLE, "much")
+    with pytest.raises(UserError, match="ROLLSTREAM_CACHE_GB=much"):
+        PolicyStore(store).latest()
 
 
 def test_a_store_object_of_many_parts_comes_back_in_pieces(
