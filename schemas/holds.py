@@ -6,8 +6,9 @@ A hold is the newest of a chain of records, each created only if absent, whose n
 
 Who creates number n + 1 has taken the name over from number n, whatever number n thinks. So a holder learns that it
 lost by one question (is there a number n + 1?), which `Hold.check` asks, and it asks right before it publishes. A
-holder renews its record now and then. Others take a name over that was released, whose process is dead on this machine,
-or whose record has not changed for a whole lease while they watched: nobody compares clocks of two machines.
+holder renews its record now and then. Others take a name over that was released, or whose process is dead on this
+machine, or whose record, of another machine, has not changed for a whole lease while they watched: nobody compares
+clocks of two machines.
 
 What remains: a process that stops for a whole lease exactly between its check and the creation of a commit. That commit
 is then first or not, like any other, and one version is still made once.
@@ -141,6 +142,8 @@ class Lease:
         first = self._record(token)
         if _is_gone(first):
             return
+        if first.get("machine") == _machine() != "":  # it lives, and as long as it does the name is its own
+            refuse_second_holder(self.location, first["holder"])
         _LOGGER.warning(
             "%s is held by %s; waiting up to %.0f s for a sign of life", self.location, first["holder"], self.seconds
         )

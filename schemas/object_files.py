@@ -22,8 +22,9 @@ import secrets
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -198,8 +199,12 @@ class ObjectFiles:
 
     # Holds
 
-    def held(self, key: str) -> AbstractContextManager[Hold]:
-        return self.hold(key)
+    @contextmanager
+    def held(self, key: str) -> Iterator[Hold]:
+        if not self.exists(key):
+            raise FileNotFoundError(f"{self._location} has no {key}")
+        with self.hold(key) as hold:
+            yield hold
 
     def hold(self, name: str) -> AbstractContextManager[Hold]:
         return Lease(self, self._location, name).held()

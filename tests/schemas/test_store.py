@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -114,6 +115,20 @@ def test_parts_of_logs_hold_all_lines_and_only_they(store: RunStore) -> None:
         assert sum(parts.values()) == sum(len(store.get_part(part)) for part in parts) == size
     with pytest.raises(ValueError, match=r"end in \.jsonl"):
         store.append_line("metrics/c.json", b"a line")
+
+
+def test_a_key_that_is_not_there_cannot_be_held(store: RunStore) -> None:
+    with pytest.raises(FileNotFoundError), store.held("nothing"):
+        raise AssertionError("it is held")
+
+
+def test_who_holds_a_key_keeps_others_out_at_once(store: RunStore) -> None:
+    store.put("config.json", b"")
+    with store.held("config.json"), pytest.raises(UserError, match="another process is at work on it"):
+        began = time.monotonic()
+        with store.held("config.json"):
+            raise AssertionError("two hold it")
+    assert time.monotonic() - began < 3
 
 
 def test_folders_are_named_one_level_deep(store: RunStore) -> None:
