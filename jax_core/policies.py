@@ -4,7 +4,7 @@ Versions of the weights have no gaps and each is published once: version v is wh
 is written, committed, verified and pruned is `jax_core.committed_trees`; this module adds who may publish which one.
 
 Left out on purpose: a pointer to the newest version (it would be a second truth beside the commits, and could be torn
-or go backwards), and leases on the trainer's role (the compare-and-set below already lets one of two trainers lose).
+or go backwards).
 """
 
 from __future__ import annotations
@@ -19,18 +19,8 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jax_core.committed_trees import (
-    CommittedTrees,
-    LeafPath,
-    MissingVersionError,
-    NestedDict,
-    PyTree,
-    StalePublisherError,
-    leaf_path,
-    named_leaves,
-    nested_dict,
-    tree_digest,
-)
+from jax_core.committed_trees import CommittedTrees, MissingVersionError, StalePublisherError
+from jax_core.trees import LeafPath, NestedDict, PyTree, leaf_path, named_leaves, nested_dict, tree_digest
 from schemas import run_layout
 from schemas.errors import UserError
 from schemas.manifest import PolicyCommit, TrainerCommit
@@ -84,12 +74,13 @@ class PolicyStore:
           version: how many optimizer steps made these weights.
           params: nested dict of numpy or JAX arrays; copied to the host.
           source: what made them.
-          fencing_token: names the publisher in the commit.
+          fencing_token: names the publisher in the commit. Default: what this process holds of the run.
 
         Raises:
           StalePublisherError: the version is held by other weights, or is not the successor of the newest.
+          LostHoldError: another process took over what this one held of the run.
           ValueError: params that would not come back as they are.
-          UserError: no space left, no permission, or the run is not in a local folder.
+          UserError: no space left, no permission, or a store that does not answer.
         """
         tree = nested_dict(params)
         if not _is_nested_dict(params, tree):
@@ -101,7 +92,8 @@ class PolicyStore:
             if held is not None:
                 return held
             _check_successor(version, parent)
-            return self._trees.write(tree, _policy_commit(version, parent, tree, digest, source, fencing_token))
+            token = fencing_token or self._trees.store.fencing_token
+            return self._trees.write(tree, _policy_commit(version, parent, tree, digest, source, token))
 
     def latest(self) -> int | None:
         """The newest committed version; None if there is none. Never goes backwards within one object.
@@ -110,7 +102,7 @@ class PolicyStore:
         """
         with self._looking:
             if self._newest is None:
-                self._newest = max(self._trees.committed(), default=None)
+                self._newest = self._trees.newest()
             if self._newest is None:
                 return None
             while self._trees.is_committed(self._newest + 1):
@@ -129,6 +121,10 @@ class PolicyStore:
     def versions(self) -> list[int]:
         """Versions that can be loaded, ascending: committed and not pruned."""
         return self._trees.stored()
+
+    def is_stored(self, version: int) -> bool:
+        """Whether the version can be loaded, by asking for it: `versions` may be late to list it."""
+        return self._trees.is_stored(version)
 
     def load(self, version: int) -> NestedDict:
         """The weights of a version as numpy arrays, bit for bit what was published.
@@ -211,7 +207,7 @@ class TrainerStore:
         Raises:
           StalePublisherError: the version is held by another state.
           ValueError: a leaf that would not come back as it is.
-          UserError: no space left, no permission, or the run is not in a local folder.
+          UserError: no space left, no permission, or a store that does not answer.
         """
         nested = nested_dict(tree)
         digest = tree_digest(nested)

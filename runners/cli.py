@@ -47,7 +47,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-RunArgument = Annotated[Path, typer.Argument(help="The run's directory, such as runs/frozen_lake.", metavar="RUN")]
+RunArgument = Annotated[
+    str, typer.Argument(help="The run's directory, such as runs/frozen_lake or s3://bucket/frozen_lake.", metavar="RUN")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Overrides = Annotated[
     list[str] | None,
@@ -136,7 +138,8 @@ def run(
     recipe: Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="RECIPE")],
     overrides: Overrides = None,
     directory: Annotated[
-        Path | None, typer.Option("--dir", help="The run's directory. Default: runs/<name of the recipe>.")
+        str | None,
+        typer.Option("--dir", help="The run's directory, or s3://, gs://, az://. Default: runs/<name of the recipe>."),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run that is in the directory, from where it stopped.")
@@ -150,36 +153,38 @@ def run(
     from schemas.recipe_io import load_recipe
 
     resolved = load_recipe(recipe, overrides or [])
-    location = directory or Path("runs") / resolved.name
+    location = directory or f"runs/{resolved.name}"
     _refuse_early(location, resolved, resume)
     try:
         _run(resolved, location, resume)
     except KeyboardInterrupt:
-        where = ["--dir", str(directory)] if directory else []
+        where = ["--dir", directory] if directory else []
         arguments = shlex.join([str(recipe), *(overrides or []), *where, "--resume"])
         _leave_interrupted(f"Go on with:  rollstream run {arguments}")
 
 
-def _refuse_early(location: Path, recipe: Recipe, resume: bool) -> None:
+def _refuse_early(location: str, recipe: Recipe, resume: bool) -> None:
     """The commonest refusals, before seconds of imports. The run itself decides; this only says it sooner."""
     from schemas.recipe_io import differences, recipe_from_json
     from schemas.run_layout import CONFIG
+    from schemas.store import RunStore
 
-    config = location / CONFIG
-    if not resume and config.exists():
+    store = RunStore.open(location)
+    begun = store.exists(CONFIG)
+    if not resume and begun:
         way_out = "Add --resume to go on with it, or name another with --dir."
-        raise UserError(str(location), "already holds a run.", way_out)
-    if resume and not config.exists():
-        raise UserError(str(location), "holds no run to resume.", "Check --dir, or leave out --resume.")
-    if resume and (changed := differences(recipe_from_json(config.read_bytes(), str(config)), recipe)):
+        raise UserError(location, "already holds a run.", way_out)
+    if resume and not begun:
+        raise UserError(location, "holds no run to resume.", "Check --dir, or leave out --resume.")
+    if resume and (changed := differences(recipe_from_json(store.get(CONFIG), f"{location}/{CONFIG}"), recipe)):
         raise UserError(
-            str(location),
+            location,
             f"holds a run of another recipe: {'; '.join(changed)}.",
             "Resume with the same recipe and changes that it was begun with, or name another directory with --dir.",
         )
 
 
-def _run(recipe: Recipe, location: Path, resume: bool) -> None:
+def _run(recipe: Recipe, location: str, resume: bool) -> None:
     from runners.progress import Progress
     from schemas.store import RunStore
 
@@ -191,7 +196,7 @@ def _run(recipe: Recipe, location: Path, resume: bool) -> None:
     _finish(recipe, location, console)
 
 
-def _train(recipe: Recipe, location: Path, resume: bool) -> None:
+def _train(recipe: Recipe, location: str, resume: bool) -> None:
     from pipelines.evaluate import LearningCurve
     from runners import colocated
 
@@ -199,7 +204,7 @@ def _train(recipe: Recipe, location: Path, resume: bool) -> None:
     colocated.run(recipe, location, resume=resume, after_warm_start=[curve.first], after_step=[curve.each])
 
 
-def _finish(recipe: Recipe, location: Path, console: Console) -> None:
+def _finish(recipe: Recipe, location: str, console: Console) -> None:
     """The results on held-out prompts, kept in the run directory, printed and drawn."""
     from pipelines.evaluate import open_run, run_results
     from runners.curve import curve_of, draw
@@ -213,7 +218,7 @@ def _finish(recipe: Recipe, location: Path, console: Console) -> None:
     shared.store.put(RESULTS, to_json(results.to_json(), indent=2).encode() + b"\n")
     shared.store.put(CURVE, draw(curve_of(shared.store, recipe, results)))
     console.print(results_table(results))
-    console.print(Text.assemble("\nrun directory   ", (str(location), "bold"), f"\nlearning curve  {location / CURVE}"))
+    console.print(Text.assemble("\nrun directory   ", (location, "bold"), f"\nlearning curve  {location}/{CURVE}"))
     console.print(Text(f"look into it    rollstream inspect {location}", style="dim"))
 
 
@@ -281,7 +286,7 @@ def replay(
     run: RunArgument,
     overrides: Overrides = None,
     to: Annotated[
-        Path | None, typer.Option("--to", help="Keep the new weights and metrics in this empty directory.")
+        str | None, typer.Option("--to", help="Keep the new weights and metrics in this empty directory.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

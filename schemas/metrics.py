@@ -3,8 +3,8 @@
 Names are `<part>/<quantity>_<unit>/<statistic>`. A name that is not in `METRICS` is refused when it is written, and
 `docs/metrics.md` is made from the table, so neither can drift from the other.
 
-Events are JSON lines, append-only, one file a stage. A stage that is run again for the same step (a retry, a resume)
-appends again, and the last word counts. Left out on purpose: merging over hosts, and any other sink.
+Events are JSON lines, append-only, one log a stage (see `RunStore.append_line`). A stage that is run again for the same
+step (a retry, a resume) appends again, and the last word counts. Left out on purpose: any other sink.
 """
 
 from __future__ import annotations
@@ -216,25 +216,33 @@ class MetricsTail:
     def __init__(self, store: RunStore, stage: str | None = None):
         self._store = store
         self._stage = stage
-        self._parsed_bytes: dict[str, int] = {}
-        self._last: dict[tuple[str, int, str], MetricEvent] = {}
+        self._parsed_bytes: dict[str, int] = {}  # by part of a log
+        self._last: dict[tuple[str, int, str], tuple[str, MetricEvent]] = {}  # and the part that it stands in
 
     def read(self) -> list[MetricEvent]:
         """As `read_metrics`, of now."""
-        stage = self._stage
-        for key in self._store.list("metrics") if stage is None else [run_layout.metrics(stage)]:
-            if self._store.exists(key):
-                self._parse(key, self._store.get(key))
-        return sorted(self._last.values(), key=lambda event: (event.stage, event.step, _element(event)))
+        logs = "metrics" if self._stage is None else run_layout.metrics(self._stage)
+        for part, size in self._store.log_parts(logs).items():
+            if size > self._parsed_bytes.get(part, 0):
+                self._parse(part, self._store.get_part(part))
+        events = [event for _, event in self._last.values()]
+        return sorted(events, key=lambda event: (event.stage, event.step, _element(event)))
 
-    def _parse(self, key: str, data: bytes) -> None:
-        start = self._parsed_bytes.get(key, 0)
+    def _parse(self, part: str, data: bytes) -> None:
+        start = self._parsed_bytes.get(part, 0)
         for line in data[start:].split(b"\n"):
             event = _event(line)
             if event is not None:
-                self._last[event.stage, event.step, _element(event)] = event
+                self._take(part, event)
         # What stands behind the last line break may still be in the writing; it is looked at again.
-        self._parsed_bytes[key] = data.rfind(b"\n") + 1
+        self._parsed_bytes[part] = data.rfind(b"\n") + 1
+
+    def _take(self, part: str, event: MetricEvent) -> None:
+        """The last word counts: in one part by the order of lines, between parts, which grow side by side, by time."""
+        identity = (event.stage, event.step, _element(event))
+        known_part, known = self._last.get(identity, (part, event))
+        if known_part == part or event.time >= known.time:
+            self._last[identity] = part, event
 
 
 def _element(event: MetricEvent) -> str:

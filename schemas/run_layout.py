@@ -5,13 +5,15 @@ pins/step-00000042/0000.json                  which policy version samples an el
 trajectories/step-00000042/0000-<sha256>.arrow        data, complete under its digest's name
 trajectories/manifests/step-00000042/0000.json        the commit of a shard; first writer wins
 steps/00000042.json                           the frozen list of the shards that step 42 trains on
-policies/00000042/<digest>/...                weights (Orbax), under the digest of their content
+policies/00000042/<digest>/...                weights (Orbax), under the digest of their content; in an object store
+                                              its FILES.json names objects beside it by the digests of their bytes
 policies/00000042/COMMIT.json                 last: makes the version exist; stays when the weights are pruned
 trainer/00000042/<digest>/...                 optimizer state (Orbax)
 trainer/00000042/COMMIT.json                  as for policies
-metrics/<stage>.jsonl                         append-only, one line an event
+metrics/<stage>.jsonl                         append-only, one line an event; in an object store a folder of parts
 dead_letters/step-00000042/<group>-<sample>-<stage>.json
 quarantine/step-00000042/0000-<sha256>.arrow  content that differs from what already holds its slot
+locks/<name>                                  who holds a part of the run; in an object store a folder of records
 results.json  curve.png                       what a finished run achieved, in numbers and as a picture
 replay.json                                   in a directory that a replay wrote: the run that it is a replay of
 """
@@ -34,6 +36,16 @@ def pin(step: int, element_index: int) -> str:
 
 def shard(step: int, element_index: int, sha256: str) -> str:
     return f"trajectories/{step_name(step)}/{element_index:04d}-{sha256}.arrow"
+
+
+def slot_of_shard(key: str) -> tuple[int, int]:
+    """The inverse of `shard`: step and element index.
+
+    >>> slot_of_shard(shard(42, 3, "0a"))
+    (42, 3)
+    """
+    _, folder, name = key.split("/")
+    return int(folder.removeprefix("step-")), int(name.partition("-")[0])
 
 
 def manifest_prefix(step: int | None = None) -> str:
@@ -66,6 +78,10 @@ def trainer_commit(version: int) -> str:
 
 def metrics(stage: str) -> str:
     return f"metrics/{stage}.jsonl"
+
+
+def lock(name: str) -> str:
+    return f"locks/{name}"
 
 
 def dead_letter(step: int, group_index: int, sample_index: int, stage: str) -> str:

@@ -1,40 +1,29 @@
 """A run directory as a store of keys: every write is complete or absent, and some are first-writer-wins.
 
-Two kinds of store lie behind one class. Object stores (in memory today) go through obstore, whose create-if-absent is
-one primitive on all of them. Local folders are written here, by the same method as obstore's own local store (stage a
-file, then link it to its name) with what that one leaves out: a sync of the file before its name appears and of the
-folder after, so that a power failure cannot leave a committed name with nothing behind it.
+Two kinds of store lie behind one class: folders of this machine's file systems (`schemas.local_files`), and object
+stores (`schemas.object_files`) by the addresses that obstore knows: S3, GCS, Azure, and memory.
 
-Left out on purpose: renaming and listing folders (object stores have neither), partial reads, and stores in a cloud
-(their keys and writes would fit; appending lines and Orbax's local folders need more).
+Left out on purpose: renaming (object stores have none), partial reads, and profiles of cloud tools (`~/.aws`):
+credentials and options come from the environment variables that obstore reads, or from the machine's own role.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import os
 import re
-import secrets
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlparse
 
-import obstore
-from obstore.exceptions import AlreadyExistsError
 from obstore.store import MemoryStore
 
 from schemas.errors import UserError
-
-# A staged file is `<name>#<digits>`. obstore's local store has the same convention and never lists such names.
-_STAGED = re.compile(r"#\d+$")
-
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
-_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP}
+from schemas.holds import Hold
+from schemas.local_files import LOG_SUFFIX, STAGED, LocalFiles
+from schemas.object_calls import SCHEMES, Objects, Patience, open_objects
+from schemas.object_files import ObjectFiles
 
 Keys = list[str]  # a name of its own, because the classes below have a method called list
 
@@ -45,9 +34,13 @@ class _Backend(Protocol):
     def get(self, key: str) -> bytes: ...
     def exists(self, key: str) -> bool: ...
     def list(self, prefix: str) -> Keys: ...
+    def folders(self, prefix: str) -> Keys: ...
     def delete(self, key: str) -> None: ...
     def append_line(self, key: str, line: bytes) -> None: ...
-    def held(self, key: str) -> AbstractContextManager[None]: ...
+    def log_parts(self, prefix: str) -> dict[str, int]: ...
+    def get_part(self, key: str) -> bytes: ...
+    def held(self, key: str) -> AbstractContextManager[Hold]: ...
+    def hold(self, name: str) -> AbstractContextManager[Hold]: ...
     def sweep_staged(self) -> None: ...
 
 
@@ -63,25 +56,37 @@ class RunStore:
     b'first'
     """
 
-    def __init__(self, location: str, backend: _Backend, root: Path | None):
+    def __init__(self, location: str, backend: _Backend, root: Path | None = None):
         self.location = location
         self.root = root
+        self.objects = backend if isinstance(backend, ObjectFiles) else None
         self._backend = backend
 
     @classmethod
     def open(cls, location: str | Path) -> RunStore:
-        """The run at `location`, a local folder that need not exist: the first write makes it.
+        """The run at `location`: a local folder, or the address of one in an object store ("s3://bucket/runs/a").
+
+        It need not exist: the first write makes it. Nobody is asked anything yet.
 
         Raises:
-          UserError: `location` is in a store that runs cannot be kept in, or is a file.
+          UserError: `location` is no address that a run can have, or is a file.
         """
+        if _scheme(location) in SCHEMES:
+            patience = Patience()
+            return cls.over(open_objects(str(location), patience), str(location).rstrip("/"), patience)
         root = _local_folder(str(location))
-        return cls(str(location), _LocalFiles(root), root)
+        return cls(str(location), LocalFiles(root), root)
 
     @classmethod
     def in_memory(cls) -> RunStore:
         """An empty store that lives as long as this object."""
-        return cls("memory:", _Memory(), None)
+        objects = MemoryStore()
+        return cls.over(objects, f"memory:{id(objects):x}")
+
+    @classmethod
+    def over(cls, objects: Objects, location: str, patience: Patience | None = None) -> RunStore:
+        """A run in a store that is open already."""
+        return cls(location, ObjectFiles(objects, location, patience))
 
     def put_new(self, key: str, data: bytes) -> bool:
         """Creates `key` unless it exists; durable before it returns. False: the key exists and stays as it was."""
@@ -99,34 +104,72 @@ class RunStore:
         return self._backend.exists(_checked(key))
 
     def list(self, prefix: str = "") -> Keys:
-        """All keys below the folder `prefix` ("" for the whole run), at any depth, sorted."""
-        folder = prefix.rstrip("/")
-        return self._backend.list(_checked(folder) if folder else "")
+        """All keys below the folder `prefix` ("" for the whole run), at any depth, sorted.
+
+        Keys that others have just written may be missing from an object store's list.
+        """
+        return self._backend.list(_checked_folder(prefix))
+
+    def folders(self, prefix: str) -> Keys:
+        """Names of the folders right below the folder `prefix`, sorted. Late as `list` is."""
+        return self._backend.folders(_checked_folder(prefix))
 
     def delete(self, key: str) -> None:
         """Removes `key`; a key that does not exist is no error."""
         self._backend.delete(_checked(key))
 
     def append_line(self, key: str, line: bytes) -> None:
-        """Appends one whole line (the newline is added here). Not synced: a power failure may lose the last lines.
+        """Appends one whole line (the newline is added here) to a log, whose key ends in ".jsonl".
 
-        Lines of many writers never mix. A line torn by a dead writer is ended first, so it spoils no other line;
-        readers skip what does not parse.
+        Lines of many writers never mix. In a local folder it is not synced: a power failure may lose the last lines. A
+        line torn by a dead writer is ended first, so it spoils no other line; readers skip what does not parse.
         """
         line = line.removesuffix(b"\n")
         if b"\n" in line:
             raise ValueError(f"{key}: a line may not hold a newline: {line[:80]!r}")
-        self._backend.append_line(_checked(key), line + b"\n")
+        if not _checked(key).endswith(LOG_SUFFIX):
+            raise ValueError(f"{key}: lines are appended to logs, and their names end in {LOG_SUFFIX}")
+        self._backend.append_line(key, line + b"\n")
 
-    def held(self, key: str) -> AbstractContextManager[None]:
+    def log_parts(self, prefix: str) -> dict[str, int]:
+        """The keys that lines lie under, with their sizes in bytes: of the log `prefix`, or of all logs in that folder.
+
+        A log has one in a local folder, and several in an object store, in order of their age. This is for who reads
+        growing logs again and again: a part only grows, and no line is in two. All others `get` a log whole.
+        """
+        return self._backend.log_parts(_checked_folder(prefix))
+
+    def get_part(self, key: str) -> bytes:
+        """One part of a log, by the key that `log_parts` gave it."""
+        return self._backend.get_part(_checked(key))
+
+    def held(self, key: str) -> AbstractContextManager[Hold]:
         """Holds `key`, which must exist, for this caller alone until the context ends or the process does, however.
 
-        Reading and writing do not ask for it: it only keeps out others who ask to hold the same key.
+        Reading and writing do not ask for it: it only keeps out others who ask to hold the same key. For what happens
+        when a holder in an object store falls silent, see `schemas.holds`.
 
         Raises:
           UserError: on entering, if somebody holds it already.
         """
-        return self._backend.held(_checked(key))
+        return _known(self.location, self._backend.held(_checked(key)))
+
+    def hold(self, name: str) -> AbstractContextManager[Hold]:
+        """Holds `name`, which need not be a key ("trainer", "share-2-of-4"), as `held` does.
+
+        What is yielded has a `token`, larger than that of every earlier holder of the name.
+        """
+        return _known(self.location, self._backend.hold(_checked(name)))
+
+    def check_holds(self) -> None:
+        """For who is about to publish. Raises LostHoldError if anything that this process held of the run was taken."""
+        for hold in _holds(self.location):
+            hold.check()
+
+    @property
+    def fencing_token(self) -> str:
+        """Names what this process holds of the run, as in "trainer:7"; "" if it holds nothing."""
+        return ",".join(f"{hold.name}:{hold.token}" for hold in _holds(self.location))
 
     def sweep_staged(self) -> None:
         """Removes what killed writers left staged. Only for who knows that nobody else is writing."""
@@ -146,15 +189,41 @@ class RunStore:
         return f"RunStore({self.location!r})"
 
 
+_HOLDS: list[tuple[str, Hold]] = []  # of this process, by location
+_HOLDS_LOCK = threading.Lock()
+
+
+@contextmanager
+def _known(location: str, holding: AbstractContextManager[Hold]) -> Iterator[Hold]:
+    """Makes a hold known to every store object of this process, since whoever publishes has opened one of its own."""
+    with holding as hold:
+        with _HOLDS_LOCK:
+            _HOLDS.append((location, hold))
+        try:
+            yield hold
+        finally:
+            with _HOLDS_LOCK:
+                _HOLDS.remove((location, hold))
+
+
+def _holds(location: str) -> list[Hold]:
+    with _HOLDS_LOCK:
+        return [hold for place, hold in _HOLDS if place == location]
+
+
+def _scheme(location: str | Path) -> str:
+    return urlparse(str(location)).scheme.lower() if "://" in str(location) else ""
+
+
 def _local_folder(location: str) -> Path:
     url = urlparse(location)
     if url.scheme == "file":
         return _not_a_file(Path(unquote(url.path)))
-    if "://" in location:
+    if re.match(r"\w+:/", location):  # also s3:/bucket, which pathlib makes of an address
         raise UserError(
             location,
-            f"runs are kept in local folders; {url.scheme}:// is not supported.",
-            "Give the path of a local folder, or of a mounted one.",
+            f"runs are not kept at {url.scheme}: addresses of this form.",
+            "Give the path of a folder, or s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX.",
         )
     return _not_a_file(Path(location).absolute())
 
@@ -165,223 +234,13 @@ def _not_a_file(root: Path) -> Path:
     return root
 
 
+def _checked_folder(prefix: str) -> str:
+    folder = prefix.rstrip("/")
+    return _checked(folder) if folder else ""
+
+
 def _checked(key: str) -> str:
     parts = key.split("/")
-    if any(part in ("", ".", "..") for part in parts) or _STAGED.search(parts[-1]) or "\0" in key:
+    if any(part in ("", ".", "..") for part in parts) or STAGED.search(parts[-1]) or "\0" in key:
         raise ValueError(f"{key!r} is not a key: keys are relative paths of plain names, and do not end in #<digits>")
     return key
-
-
-class _Memory:
-    """obstore's memory store; lines are appended by rewriting, one writer at a time."""
-
-    def __init__(self) -> None:
-        self._objects = MemoryStore()
-        self._appending = threading.Lock()
-
-    def put_new(self, key: str, data: bytes) -> bool:
-        try:
-            obstore.put(self._objects, key, data, mode="create")
-        except AlreadyExistsError:
-            return False
-        return True
-
-    def put(self, key: str, data: bytes) -> None:
-        obstore.put(self._objects, key, data)
-
-    def get(self, key: str) -> bytes:
-        return bytes(obstore.get(self._objects, key).bytes())
-
-    def exists(self, key: str) -> bool:
-        try:
-            obstore.head(self._objects, key)
-        except FileNotFoundError:
-            return False
-        return True
-
-    def list(self, prefix: str) -> Keys:
-        pages = obstore.list(self._objects, prefix or None)
-        return sorted(entry["path"] for page in pages for entry in page)
-
-    def delete(self, key: str) -> None:
-        with suppress(FileNotFoundError):
-            obstore.delete(self._objects, key)
-
-    def append_line(self, key: str, line: bytes) -> None:
-        with self._appending:
-            before = self.get(key) if self.exists(key) else b""
-            self.put(key, before + line)
-
-    def held(self, key: str) -> AbstractContextManager[None]:
-        return nullcontext()  # no other process has this store
-
-    def sweep_staged(self) -> None:
-        """Nothing is staged."""
-
-
-class _LocalFiles:
-    """A local folder. Bytes are staged beside their key, synced, and then given its name in one system call.
-
-    A killed writer leaves a staged file behind; no reader sees it, no writer minds it, and `sweep_staged` removes it.
-    """
-
-    def __init__(self, root: Path):
-        self._root = root
-
-    def put_new(self, key: str, data: bytes) -> bool:
-        path = self._root / key
-        with _named_errors(key):
-            if not path.is_file():
-                with _staged(path, data) as staged:
-                    created = _link(key, staged, path)
-            else:
-                created = False
-            # Also for a loser: who is told that the key exists must not lose it because its writer died before syncing.
-            _sync_folder(path.parent)
-        return created
-
-    def put(self, key: str, data: bytes) -> None:
-        path = self._root / key
-        with _named_errors(key):
-            with _staged(path, data) as staged:
-                os.replace(staged, path)
-            _sync_folder(path.parent)
-
-    def get(self, key: str) -> bytes:
-        path = self._root / key
-        with _named_errors(key):
-            try:
-                return path.read_bytes()
-            except (IsADirectoryError, NotADirectoryError) as error:
-                raise FileNotFoundError(errno.ENOENT, "no such key", str(path)) from error
-
-    def exists(self, key: str) -> bool:
-        return (self._root / key).is_file()
-
-    def list(self, prefix: str) -> Keys:
-        found = []
-        for folder, _, names in os.walk(self._root / prefix):
-            inside = Path(folder).relative_to(self._root)
-            found += [(inside / name).as_posix() for name in names if not _STAGED.search(name)]
-        return sorted(found)
-
-    def delete(self, key: str) -> None:
-        with _named_errors(key), suppress(FileNotFoundError, NotADirectoryError):
-            (self._root / key).unlink()
-
-    def append_line(self, key: str, line: bytes) -> None:
-        path = self._root / key
-        with _named_errors(key):
-            _make_folder(path.parent)
-            descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-                _append(descriptor, line)
-            finally:
-                os.close(descriptor)
-
-    @contextmanager
-    def held(self, key: str) -> Iterator[None]:
-        with _named_errors(key):
-            # Opened for writing, because network file systems give exclusive locks to no other.
-            descriptor = os.open(self._root / key, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            with _named_errors(key):
-                _lock_or_refuse(descriptor, str(self._root))
-            yield
-        finally:
-            os.close(descriptor)  # and the lock is gone
-
-    def sweep_staged(self) -> None:
-        for folder, _, names in os.walk(self._root):
-            for name in filter(_STAGED.search, names):
-                with suppress(FileNotFoundError):
-                    Path(folder, name).unlink()
-
-
-def _lock_or_refuse(descriptor: int, location: str) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(location, "another process is at work on it.", "Wait until it ends, or stop it.") from None
-
-
-def _append(descriptor: int, line: bytes) -> None:
-    """One write of one line, by whoever holds the file's lock; a line that does not fit is taken back."""
-    size = os.fstat(descriptor).st_size
-    torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-    whole = (b"\n" if torn else b"") + line
-    written = os.write(descriptor, whole)
-    if written < len(whole):
-        os.ftruncate(descriptor, size)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-@contextmanager
-def _staged(path: Path, data: bytes) -> Iterator[Path]:
-    """`data`, complete and synced, in a file beside `path`; whatever happens, the staged name is gone afterwards."""
-    _make_folder(path.parent)
-    staged = path.with_name(f"{path.name}#{secrets.randbits(63)}")
-    try:
-        with open(staged, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        yield staged
-    finally:
-        with suppress(FileNotFoundError):
-            staged.unlink()
-
-
-def _link(key: str, staged: Path, path: Path) -> bool:
-    """Gives a staged file its name, unless the name is taken: the one step that decides who was first."""
-    try:
-        os.link(staged, path)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        if error.errno in _NO_LINKS:
-            raise UserError(
-                key,
-                f"the file system of {path.parent} has no hard links, so it cannot say who was first.",
-                "Put the run on a file system that has them (ext4, xfs, btrfs, APFS, NFS).",
-            ) from error
-        raise
-    return True
-
-
-def _make_folder(folder: Path) -> None:
-    """Makes `folder` and its missing parents, each synced into its own parent."""
-    if folder.is_dir():
-        return
-    if folder.parent != folder:
-        _make_folder(folder.parent)
-    with suppress(FileExistsError):
-        folder.mkdir()
-    if not folder.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
-    _sync_folder(folder.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _named_errors(key: str) -> Iterator[None]:
-    """Errors that the user can mend, under the name of the key; all others as they are."""
-    try:
-        yield
-    except OSError as error:
-        said = f"{error.strerror} ({error.filename})." if error.filename else f"{error.strerror}."
-        if error.errno in _FULL:
-            raise UserError(key, f"could not be written: {said}", "Free some space, then start again.") from error
-        if error.errno in _FORBIDDEN:
-            raise UserError(key, f"is not accessible: {said}", "Give this user access, or use another run.") from error
-        if error.errno == errno.ENOTDIR:
-            raise UserError(key, f"a file is in the way: {said}", "Move it away, or use another run.") from error
-        raise

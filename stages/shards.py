@@ -241,7 +241,14 @@ def orphans(store: RunStore) -> list[str]:
     """Data files that no manifest names: of writers that were killed, or that have not committed yet."""
     committed = {manifest.key for manifest in list_manifests(store)}
     data = [key for key in store.list("trajectories/") if key.endswith(".arrow")]
-    return [key for key in data if key not in committed]
+    return [key for key in data if key not in committed and not _is_committed(store, key)]
+
+
+def _is_committed(store: RunStore, key: str) -> bool:
+    """Asks the manifest of a data file's slot itself, which the list of manifests may be too late to name."""
+    step, element_index = run_layout.slot_of_shard(key)
+    slot = run_layout.manifest(step, element_index)
+    return store.exists(slot) and read_manifest(store, slot).key == key
 
 
 def sweep_orphans(store: RunStore) -> None:

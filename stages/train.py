@@ -84,9 +84,10 @@ def ready_step(shared: Runtime) -> int | None:
     step = shared.policies.latest()
     if step is None or step >= shared.recipe.trainer.steps:
         return None
-    # Listing names costs the same whatever the number of elements; asking for each would not.
-    present = set(shared.store.list(run_layout.manifest_prefix(step)))
-    return step if present.issuperset(_manifest_keys(shared.recipe, step)) else None
+    # Listing names costs the same whatever the number of elements. Only a list that is late leaves some to ask for.
+    listed = set(shared.store.list(run_layout.manifest_prefix(step)))
+    missing = [key for key in _manifest_keys(shared.recipe, step) if key not in listed]
+    return step if all(shared.store.exists(key) for key in missing) else None
 
 
 def _manifest_keys(recipe: Recipe, step: int) -> list[str]:

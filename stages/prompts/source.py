@@ -90,7 +90,7 @@ def pin_version(shared: Runtime, step: int, element_index: int, version: int) ->
     if shared.store.put_new(key, Pin(step=step, element_index=element_index, policy_version=version).to_json()):
         return version
     pinned = Pin.from_json(shared.store.get(key), key).policy_version
-    if pinned not in shared.policies.versions():
+    if not shared.policies.is_stored(pinned):
         raise UserError(
             run_layout.policy(pinned),
             f"has no weights in {shared.run}, but element {element_index} of step {step} was begun with that policy "

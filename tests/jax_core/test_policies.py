@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 
-from jax_core import committed_trees
+from jax_core import committed_trees, tree_places
 from jax_core.policies import (
     MissingVersionError,
     PolicyCache,
@@ -24,6 +24,7 @@ from jax_core.policies import (
     TrainerStore,
     tree_digest,
 )
+from jax_core.tree_places import CACHE_VARIABLE
 from schemas import run_layout
 from schemas.errors import DamagedDataError, UserError
 from schemas.store import RunStore
@@ -44,8 +45,15 @@ def weights(seed: int = 0) -> dict:
 
 
 @pytest.fixture
-def store(tmp_path) -> RunStore:
+def local(tmp_path) -> RunStore:
     return RunStore.open(tmp_path / "run")
+
+
+@pytest.fixture(params=["local", "objects"])
+def store(request, tmp_path, monkeypatch) -> RunStore:
+    """What holds of both kinds of store."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    return RunStore.open(tmp_path / "run") if request.param == "local" else RunStore.in_memory()
 
 
 def publish_through(policies: PolicyStore, newest: int) -> None:
@@ -160,7 +168,7 @@ def test_of_sixteen_publishers_of_one_version_exactly_one_wins(store, objects):
     winners = [result for result in results if not isinstance(result, StalePublisherError)]
     assert len(winners) == 1
     assert_same_bits(PolicyStore(store).load(1), weights(int(winners[0].fencing_token)))
-    assert [path.name for path in (store.root / run_layout.policy(1)).iterdir() if path.is_dir()] == [winners[0].digest]
+    assert store.folders(run_layout.policy(1)) == [winners[0].digest]
 
 
 def test_sixteen_publishers_of_the_same_bits_all_get_the_one_commit(store):
@@ -185,10 +193,12 @@ def test_a_rival_that_commits_in_any_gap_wins_and_the_other_agrees_or_is_stale(s
 
     def rival_strikes(point: str) -> None:
         if point == gap:
-            monkeypatch.setattr(committed_trees, "crash_point", lambda point: None)
+            for module in (committed_trees, tree_places):
+                monkeypatch.setattr(module, "crash_point", lambda point: None)
             rival.publish(1, weights(rival_seed), source="step", fencing_token="rival")
 
-    monkeypatch.setattr(committed_trees, "crash_point", rival_strikes)
+    for module in (committed_trees, tree_places):
+        monkeypatch.setattr(module, "crash_point", rival_strikes)
     if rival_seed == 1:
         assert policies.publish(1, weights(1), source="step", fencing_token="ours").fencing_token == "rival"
     else:
@@ -237,12 +247,12 @@ def test_publishing_the_same_bits_again_returns_the_commit_that_holds_them(store
         assert PolicyStore(store).publish(version, weights(version), source="step") == policies.commit(version)
 
 
-def test_latest_follows_other_publishers_and_never_goes_backwards(store):
-    reader, publisher = PolicyStore(store), PolicyStore(store)
+def test_latest_follows_other_publishers_and_never_goes_backwards(local):
+    reader, publisher = PolicyStore(local), PolicyStore(local)
     assert reader.latest() is None
     publish_through(publisher, 2)
     assert reader.latest() == 2
-    shutil.rmtree(store.root / run_layout.policy(2))
+    shutil.rmtree(local.root / run_layout.policy(2))
     assert reader.latest() == 2
     with pytest.raises(MissingVersionError, match="policy version 2"):
         reader.load(2)
@@ -369,10 +379,10 @@ def damaged_files(whole: bytes) -> list[bytes]:
     return [*(flipped(whole, place) for place in places), whole[: len(whole) // 2], whole[:-1], b"", whole + b"\0"]
 
 
-def test_damage_to_any_stored_file_is_refused_by_the_version_and_never_half_read(store):
-    policies = PolicyStore(store)
+def test_damage_to_any_stored_file_is_refused_by_the_version_and_never_half_read(local):
+    policies = PolicyStore(local)
     policies.publish(0, weights(), source="random")
-    files = files_of(store, run_layout.policy(0))
+    files = files_of(local, run_layout.policy(0))
     assert len(files) > 3
     for path in files:
         whole = path.read_bytes()
@@ -387,10 +397,10 @@ def test_damage_to_any_stored_file_is_refused_by_the_version_and_never_half_read
     assert_same_bits(policies.load(0), weights())
 
 
-def test_whole_files_of_other_weights_are_refused(store):
-    policies = PolicyStore(store)
+def test_whole_files_of_other_weights_are_refused(local):
+    policies = PolicyStore(local)
     publish_through(policies, 1)
-    zero, one = (store.root / run_layout.policy(version) / policies.commit(version).digest for version in (0, 1))
+    zero, one = (local.root / run_layout.policy(version) / policies.commit(version).digest for version in (0, 1))
     shutil.rmtree(one)
     shutil.copytree(zero, one)
     with pytest.raises(DamagedDataError, match=r"policy version 1 .*digest"):
@@ -425,15 +435,15 @@ def test_prune_keeps_what_is_asked_and_always_the_newest(store):
     assert_same_bits(policies.load(4), weights(4))
 
 
-def test_a_pruned_version_is_missing_by_name_and_its_commit_stays(store):
-    policies = PolicyStore(store)
+def test_a_pruned_version_is_missing_by_name_and_its_commit_stays(local):
+    policies = PolicyStore(local)
     publish_through(policies, 2)
     policies.prune(keep=[])
     with pytest.raises(MissingVersionError, match=r"policy version 1: .*pruned\. Stored: 2"):
         policies.load(1)
     assert policies.commit(1).digest == tree_digest(weights(1))
-    assert files_of(store, run_layout.policy(1)) == []
-    assert PolicyStore(store).latest() == 2
+    assert local.list(run_layout.policy(1)) == [run_layout.policy_commit(1)]
+    assert PolicyStore(local).latest() == 2
     with pytest.raises(MissingVersionError, match=r"policy version 3: was never committed"):
         policies.load(3)
 
@@ -487,11 +497,6 @@ def test_nothing_is_logged_or_warned_and_a_full_disk_is_one_error_that_leaves_no
         cwd=REPOSITORY,
     )
     assert (finished.returncode, finished.stdout, finished.stderr) == (0, "done\n", "")
-
-
-def test_a_store_that_is_no_local_folder_is_refused():
-    with pytest.raises(UserError, match="no local folder"):
-        PolicyStore(RunStore.in_memory()).publish(0, weights(), source="random")
 
 
 # Optimizer states
@@ -577,10 +582,10 @@ def test_policies_and_trainer_states_do_not_share_a_name(store):
     assert_same_bits(TrainerStore(store).load(0, like=weights(2)), weights(2))
 
 
-def test_a_damaged_trainer_state_is_refused_by_name(store):
-    states = TrainerStore(store)
+def test_a_damaged_trainer_state_is_refused_by_name(local):
+    states = TrainerStore(local)
     states.save(4, weights())
-    for path in files_of(store, run_layout.trainer_state(4)):
+    for path in files_of(local, run_layout.trainer_state(4)):
         path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DamagedDataError, match=r"trainer state 4 \(trainer/00000004\)"):
         states.load(4, like=weights())

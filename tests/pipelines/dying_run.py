@@ -18,6 +18,7 @@ from typing import Any
 from runners import colocated
 from schemas.recipe_io import recipe_from_json
 from schemas.run_layout import CONFIG
+from schemas.store import RunStore
 
 CHANGES = ("os.link", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
 WRITING = os.O_WRONLY | os.O_RDWR
@@ -45,7 +46,9 @@ def main(recipe: str, location: str, last: str | None = None) -> None:
     changes = Changes(Path(location), int(last) if last else None)
     sys.addaudithook(changes)
     print("ready", flush=True)
-    colocated.run(recipe_from_json(Path(recipe).read_bytes(), recipe), location, resume=Path(location, CONFIG).exists())
+    colocated.run(
+        recipe_from_json(Path(recipe).read_bytes(), recipe), location, resume=RunStore.open(location).exists(CONFIG)
+    )
     print(changes.seen, flush=True)
 
 

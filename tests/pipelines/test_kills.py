@@ -68,7 +68,7 @@ class Machine:
 
     folder: Path
 
-    def start(self, run: Path, moment: Moment | None = None) -> subprocess.Popen[str]:
+    def start(self, run: Path | str, moment: Moment | None = None) -> subprocess.Popen[str]:
         recipe = self.folder / "recipe.json"
         recipe.write_bytes(recipe_to_json(RECIPE))
         command = [sys.executable, "-m", "tests.pipelines.dying_run", str(recipe), str(run)]
@@ -86,13 +86,13 @@ class Machine:
             command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
 
-    def finish(self, run: Path) -> int:
+    def finish(self, run: Path | str) -> int:
         """Runs to the end; returns how often it changed a file."""
         said, errors = self.start(run).communicate()
         assert said.startswith("ready\n"), errors
         return int(said.split()[-1])
 
-    def is_killed(self, run: Path, moment: Moment) -> bool:
+    def is_killed(self, run: Path | str, moment: Moment) -> bool:
         """Starts or resumes the run; False if it was through before the moment came."""
         process = self.start(run, moment)
         assert process.stdout is not None
@@ -132,7 +132,7 @@ def shape_of(run: Path) -> Counter[str]:
     return Counter(re.sub(r"(?<=-)[0-9a-f]{64}(?=\.arrow)", "*", name) for name in names)
 
 
-def measured(run: Path) -> Mapping[tuple[str, int, int | None], Mapping[str, float]]:
+def measured(run: Path | str) -> Mapping[tuple[str, int, int | None], Mapping[str, float]]:
     """What every stage recorded of every step and element, without clocks and without what a file's bytes depend on."""
     return {
         (event.stage, event.step, event.labels.get("element")): {
@@ -142,7 +142,7 @@ def measured(run: Path) -> Mapping[tuple[str, int, int | None], Mapping[str, flo
     }
 
 
-def sampled(run: Path) -> list[TrajectoryId]:
+def sampled(run: Path | str) -> list[TrajectoryId]:
     store = RunStore.open(run)
     contents = [read_shard(store, manifest) for manifest in list_manifests(store)]
     return [sample.rollout.id for content in contents for group in content.groups for sample in group.samples]

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from schemas import store as store_module
+from schemas import local_files
 from schemas.errors import UserError
 from schemas.store import RunStore
 
@@ -105,19 +106,51 @@ def test_lines_are_appended_whole_and_in_order(store: RunStore) -> None:
         store.append_line("metrics/a.jsonl", b"two\nlines")
 
 
+def test_parts_of_logs_hold_all_lines_and_only_they(store: RunStore) -> None:
+    store.append_line("metrics/a.jsonl", b"one")
+    store.append_line("metrics/b.jsonl", b"three")
+    store.put("metrics/c.json", b"no log")
+    for logs, size in (("metrics/a.jsonl", 4), ("metrics/b.jsonl", 6), ("metrics", 10), ("", 10), ("nothing", 0)):
+        parts = store.log_parts(logs)
+        assert sum(parts.values()) == sum(len(store.get_part(part)) for part in parts) == size
+    with pytest.raises(ValueError, match=r"end in \.jsonl"):
+        store.append_line("metrics/c.json", b"a line")
+
+
+def test_a_key_that_is_not_there_cannot_be_held(store: RunStore) -> None:
+    with pytest.raises(FileNotFoundError), store.held("nothing"):
+        raise AssertionError("it is held")
+
+
+def test_who_holds_a_key_keeps_others_out_at_once(store: RunStore) -> None:
+    store.put("config.json", b"")
+    with store.held("config.json"), pytest.raises(UserError, match="another process is at work on it"):
+        began = time.monotonic()
+        with store.held("config.json"):
+            raise AssertionError("two hold it")
+    assert time.monotonic() - began < 3
+
+
+def test_folders_are_named_one_level_deep(store: RunStore) -> None:
+    for key in ("a/1/x", "a/2/y/z", "a/file", "b/3/x"):
+        store.put(key, b"")
+    assert store.folders("a") == store.folders("a/") == ["1", "2"]
+    assert store.folders("") == ["a", "b"] and store.folders("nothing") == []
+
+
 def test_lines_of_many_threads_never_mix(store: RunStore) -> None:
     lines = [[f"{writer}:{index}:".encode() + b"x" * 500 for index in range(20)] for writer in range(4)]
 
     def write(mine: list[bytes]) -> None:
         for line in mine:
-            store.append_line("log", line)
+            store.append_line("log.jsonl", line)
 
     threads = [threading.Thread(target=write, args=(mine,)) for mine in lines]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(store.get("log").splitlines()) == sorted(line for mine in lines for line in mine)
+    assert sorted(store.get("log.jsonl").splitlines()) == sorted(line for mine in lines for line in mine)
 
 
 @pytest.mark.parametrize("key", ["", "/a", "a/", "a//b", "../a", "a/../b", ".", "a/b#12", "a\0b"])
@@ -165,8 +198,9 @@ def test_a_location_that_cannot_hold_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(UserError, match="is a file"):
         RunStore.open(tmp_path / "file")
-    with pytest.raises(UserError, match="gs:// is not supported"):
-        RunStore.open("gs://bucket/run")
+    for address in ("ftp://host/run", "https://host/run", Path("s3://bucket/run")):
+        with pytest.raises(UserError, match="addresses of this form"):
+            RunStore.open(address)
 
 
 def test_only_a_local_store_has_local_paths(local: RunStore, tmp_path: Path) -> None:
@@ -243,8 +277,8 @@ def test_a_commit_is_synced_before_its_name_appears_and_its_folder_after(
         done.append(f"link {Path(target).name}")
         link(source, target)
 
-    monkeypatch.setattr(store_module.os, "fsync", record_fsync)
-    monkeypatch.setattr(store_module.os, "link", record_link)
+    monkeypatch.setattr(local_files.os, "fsync", record_fsync)
+    monkeypatch.setattr(local_files.os, "link", record_link)
     local.put_new("manifests/0.json", b"{}")
     assert done == [f"sync {tmp_path.name}", "sync run", "sync 0.json", "link 0.json", "sync manifests"]
     done.clear()
@@ -253,11 +287,11 @@ def test_a_commit_is_synced_before_its_name_appears_and_its_folder_after(
 
 
 def test_a_line_torn_by_a_dead_writer_spoils_no_other_line(local: RunStore, tmp_path: Path) -> None:
-    local.append_line("log", b"one")
-    with open(tmp_path / "run" / "log", "ab") as file:
+    local.append_line("log.jsonl", b"one")
+    with open(tmp_path / "run" / "log.jsonl", "ab") as file:
         file.write(b"tor")
-    local.append_line("log", b"two")
-    assert local.get("log") == b"one\ntor\ntwo\n"
+    local.append_line("log.jsonl", b"two")
+    assert local.get("log.jsonl") == b"one\ntor\ntwo\n"
 
 
 # Trouble with the disk --------------------------------------------------------------------------------------------
@@ -282,7 +316,7 @@ for write in (store.put_new, store.put):
             print("written", key)
 for _ in range(3):
     try:
-        store.append_line("log", b"l" * 1999)
+        store.append_line("log.jsonl", b"l" * 1999)
     except UserError as error:
         print(error)
 """
@@ -299,11 +333,11 @@ def test_a_disk_that_takes_no_more_leaves_nothing_half_written(local: RunStore, 
     )
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
-    assert [line.split(":")[0] for line in said] == ["new", "folder/new", "new", "folder/new", "old", "log"]
+    assert [line.split(":")[0] for line in said] == ["new", "folder/new", "new", "folder/new", "old", "log.jsonl"]
     assert all("could not be written" in line and "Free some space" in line for line in said)
-    assert everything_under(tmp_path / "run") == ["log", "old"]
+    assert everything_under(tmp_path / "run") == ["log.jsonl", "old"]
     assert local.get("old") == b"o" * 3000, "what was there before is whole"
-    assert local.get("log") == (b"l" * 1999 + b"\n") * 2, "the line that did not fit was taken back"
+    assert local.get("log.jsonl") == (b"l" * 1999 + b"\n") * 2, "the line that did not fit was taken back"
     assert local.put_new("new", b"n" * 5000), "and the name is free for the next attempt"
 
 
@@ -316,7 +350,7 @@ def test_a_write_that_fails_at_any_point_leaves_the_key_as_it_was(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store_module.os, failing, full)
+    monkeypatch.setattr(local_files.os, failing, full)
     if failing != "replace":
         with pytest.raises(UserError, match="new: could not be written: No space left on device"):
             local.put_new("new", b"after")
@@ -333,7 +367,7 @@ def test_a_file_system_without_hard_links_is_named_as_the_reason(
     def no_links(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(store_module.os, "link", no_links)
+    monkeypatch.setattr(local_files.os, "link", no_links)
     with pytest.raises(UserError, match=r"k: the file system of .* has no hard links"):
         local.put_new("k", b"1")
     assert everything_under(tmp_path / "run") == []
@@ -347,7 +381,7 @@ def test_a_folder_that_may_not_be_written_is_named(
     def forbidden(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", "/run/k")
 
-    monkeypatch.setattr(store_module.Path, "mkdir", forbidden)
+    monkeypatch.setattr(local_files.Path, "mkdir", forbidden)
     with pytest.raises(UserError, match=r"a/k: is not accessible: Permission denied"):
         local.put_new("a/k", b"1")
 
