@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_core.models.config import MlpConfig, ModelConfig
+from jax_core.models.config import Activation, MlpConfig, ModelConfig
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
     "gelu": partial(jax.nn.gelu, approximate=False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from jax_core.models.config import (
@@ -115,19 +116,19 @@ class Fields:
             known = ", ".join((*SUPPORTED_ROPES, *supported))
             raise UserError(f"config.json: {key} of type {name!r}", "is not supported.", f"Known: {known}.")
         partial = rope.real("partial_rotary_factor", self.real("partial_rotary_factor", 1.0))
-        base = {"theta": rope.real("rope_theta", self.real("rope_theta", theta)), "partial": partial}
+        plain = Rope(rope.real("rope_theta", self.real("rope_theta", theta)), partial)
         match name:
             case "linear":
-                return Rope(**base, scaling=LinearScaling(rope.real("factor")))
+                return replace(plain, scaling=LinearScaling(rope.real("factor")))
             case "llama3":
                 low, high = rope.real("low_freq_factor"), rope.real("high_freq_factor")
-                return Rope(**base, scaling=Llama3Scaling(rope.real("factor"), low, high, self._original(rope)))
+                return replace(plain, scaling=Llama3Scaling(rope.real("factor"), low, high, self._original(rope)))
             case "yarn":
-                return Rope(**base, scaling=self._yarn(rope))
+                return replace(plain, scaling=self._yarn(rope))
             case "proportional":
                 factor = rope.real("factor", 1.0)
-                return Rope(**base, proportional=True, scaling=LinearScaling(factor) if factor != 1.0 else None)
-        return Rope(**base)
+                return replace(plain, proportional=True, scaling=LinearScaling(factor) if factor != 1.0 else None)
+        return plain
 
     def _original(self, rope: Fields) -> int:
         key = "original_max_position_embeddings"
