@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -35,7 +35,7 @@ __all__ = [
     "tree_digest",
 ]
 
-Source = Literal["random", "warm_start", "step"]
+Source = Literal["random", "checkpoint", "warm_start", "step"]
 
 
 class PolicyStore:
@@ -276,18 +276,26 @@ class PolicyCache:
     """The policies used last, on this process's device; each is loaded once, however many threads ask for it.
 
     `get` gives arrays on JAX's default device, so that they are not copied there on every call of a compiled function.
+
+    Args:
+      policies: where they are loaded from.
+      size: how many are held.
+      weights_of: what a model computes with, of what a policy stores: the same, or a base with adapters merged.
     """
 
-    def __init__(self, policies: PolicyStore, size: int = 2):
+    def __init__(
+        self, policies: PolicyStore, size: int = 2, weights_of: Callable[[PyTree], PyTree] = lambda tree: tree
+    ):
         if size < 1:
             raise ValueError(f"size={size}: a cache of policies holds at least one")
         self._policies = policies
         self._size = size
+        self._weights_of = weights_of
         self._lock = threading.Lock()
         self._held: OrderedDict[int, Future[PyTree]] = OrderedDict()  # least recently used first
 
     def get(self, version: int) -> PyTree:
-        """The params of a version. Raises what `PolicyStore.load` raises, and then tries again on the next call."""
+        """The weights of a version. Raises what `PolicyStore.load` raises, and then tries again on the next call."""
         with self._lock:
             future = self._held.get(version)
             ours = future is None
@@ -301,7 +309,7 @@ class PolicyCache:
     def put(self, version: int, params: PyTree) -> None:
         """Holds params that this process made itself. They are not copied: never donate them to a compiled function."""
         future: Future[PyTree] = Future()
-        future.set_result(params)
+        future.set_result(self._weights_of(params))
         with self._lock:
             self._hold(version, future)
 
@@ -314,7 +322,7 @@ class PolicyCache:
 
     def _load_into(self, future: Future[PyTree], version: int) -> None:
         try:
-            future.set_result(jax.device_put(self._policies.load(version)))
+            future.set_result(self._weights_of(jax.device_put(self._policies.load(version))))
         except BaseException as error:
             with self._lock:
                 if self._held.get(version) is future:

@@ -20,6 +20,7 @@ import numpy as np
 import optax
 
 from jax_core.algorithms import OBJECTIVES, REDUCTIONS, advantages_of, importance_ratio, is_clipped
+from jax_core.lora import full_weights
 from jax_core.models.config import ModelConfig
 from jax_core.models.decoder import Params, bind
 from jax_core.models.experts import Load, balance_loss, empty_load
@@ -52,11 +53,17 @@ class StepPlan:
 
 
 class Trainer:
-    """Trains one model by one recipe. Holds no weights: `TrainState` goes in, a new one comes out."""
+    """Trains one model by one recipe. `TrainState` goes in, a new one comes out.
 
-    def __init__(self, config: ModelConfig, recipe: Recipe):
+    Args:
+      base: the weights that adapters are merged into, where the recipe trains adapters; never changed. The params of a
+        state are then the adapters alone.
+    """
+
+    def __init__(self, config: ModelConfig, recipe: Recipe, base: Params | None = None):
         self.config = config
         self.recipe = recipe
+        self.base = base
 
     def init(self, params: Params) -> TrainState:
         params = jax.tree.map(jnp.asarray, params)
@@ -98,8 +105,9 @@ class Trainer:
     def score(self, params: Params, contents: Sequence[ShardContent]) -> list[np.ndarray]:
         """Log-probs float32 [T] of every trajectory, 0.0 off its mask, in order of elements, groups and samples."""
         rows, owners, scored = _rows_to_score(contents)
-        static = (self.config, self.recipe.sampling.temperature)
-        results = [r for batch in self._micro_batches(rows) for r in _used_rows(_score(*static, params, batch), batch)]
+        static, weights = (self.config, self.recipe.sampling.temperature), (self.base, params, self.recipe.lora.alpha)
+        batches = self._micro_batches(rows)
+        results = [row for batch in batches for row in _used_rows(_score(*static, *weights, batch), batch)]
         for row, branches in zip(results, owners, strict=True):
             for (logprobs, mask, prompt_length), offset in branches:
                 sampled = np.flatnonzero(mask)
@@ -112,7 +120,7 @@ class Trainer:
         static = (self.config, self.recipe.algorithm, self.recipe.sampling.temperature)
         batches = 0
         for batch in self._micro_batches(rows):
-            gradient, sums = _accumulate(*static, params, gradient, sums, batch)
+            gradient, sums = _accumulate(*static, self.base, params, self.recipe.lora.alpha, gradient, sums, batch)
             batches += 1
         return gradient, sums, batches
 
@@ -248,18 +256,32 @@ def target_logprobs(config: ModelConfig, temperature: float, params: Params, bat
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _score(config: ModelConfig, temperature: float, params: Params, batch: MicroBatch[jax.Array]) -> jax.Array:
+def _score(
+    config: ModelConfig,
+    temperature: float,
+    base: Params | None,
+    trained: Params,
+    alpha: float,
+    batch: MicroBatch[jax.Array],
+) -> jax.Array:
+    params = full_weights(base, trained, alpha)
     return jnp.where(batch.mask, target_logprobs(config, temperature, params, batch), 0.0)
 
 
 def _loss(
-    config: ModelConfig, algorithm: AlgorithmSection, temperature: float, params: Params, batch: MicroBatch[jax.Array]
+    config: ModelConfig,
+    algorithm: AlgorithmSection,
+    temperature: float,
+    base: Params | None,
+    alpha: float,
+    trained: Params,
+    batch: MicroBatch[jax.Array],
 ) -> tuple[jax.Array, dict[str, Any]]:
     """This micro-batch's part of the step's loss, sum_t weight_t L_t, and its part of the metrics' sums.
 
     The routers' balance is not a sum over tokens: that of each micro-batch counts by the weight of its tokens.
     """
-    all_logprobs, routers = _all_logprobs(config, temperature, params, batch)
+    all_logprobs, routers = _all_logprobs(config, temperature, full_weights(base, trained, alpha), batch)
     logprobs = _of_targets(all_logprobs, batch)
     tokens = (logprobs, batch.sampler_logprobs, batch.advantages, batch.mask)
     low, high = algorithm.clip_low, algorithm.clip_high
@@ -286,17 +308,19 @@ def _loss(
     return loss, sums
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames=("gradient", "sums"))
 def _accumulate(
     config: ModelConfig,
     algorithm: AlgorithmSection,
     temperature: float,
-    params: Params,
+    base: Params | None,
+    trained: Params,
+    alpha: float,
     gradient: Params,
     sums: dict[str, Any],
     batch: MicroBatch[jax.Array],
 ) -> tuple[Params, dict[str, Any]]:
-    part, found = jax.grad(partial(_loss, config, algorithm, temperature), has_aux=True)(params, batch)
+    part, found = jax.grad(partial(_loss, config, algorithm, temperature, base, alpha), has_aux=True)(trained, batch)
     gradient = jax.tree.map(jnp.add, gradient, part)
     merge = {name: jnp.maximum if name.endswith("_max") else jnp.add for name in sums}
     return gradient, {name: jax.tree.map(merge[name], sums[name], found[name]) for name in sums}

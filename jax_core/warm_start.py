@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_core.lora import full_weights
 from jax_core.models.config import ModelConfig
 from jax_core.models.decoder import Params
 from jax_core.optimizer import learning_rate, make_optimizer
@@ -33,6 +34,7 @@ def supervised(
     params: Params,
     demonstrations: Sequence[Demonstration],
     report: Callable[[int, dict[str, float]], None],
+    base: Params | None = None,
 ) -> Params:
     """`recipe.warm_start.steps` optimizer steps on mini-batches of demonstrations, drawn by seeded permutations.
 
@@ -43,6 +45,7 @@ def supervised(
       demonstrations: each begins with a prompt (mask False) of at most `recipe.rollout.prompt_tokens` tokens.
       report: called after each step with its number and {"warm_start/loss", "warm_start/tokens",
         "warm_start/learning_rate"}.
+      base: the weights that `params` are adapters of, where the recipe trains adapters.
     """
     section = recipe.warm_start
     opt_state = make_optimizer(section.optimizer).init(params)
@@ -53,7 +56,9 @@ def supervised(
             [demonstrations[i] for i in chosen], section.batch, length, recipe.rollout.prompt_tokens
         )
         rate = learning_rate(section.optimizer, step, section.steps)
-        params, opt_state, loss = _supervised_step(config, section.optimizer, params, opt_state, batch, rate)
+        params, opt_state, loss = _supervised_step(
+            config, section.optimizer, base, params, recipe.lora.alpha, opt_state, batch, rate
+        )
         report(step, {"warm_start/loss": float(loss), "warm_start/tokens": tokens, "warm_start/learning_rate": rate})
     return params
 
@@ -98,17 +103,19 @@ def _row(tokens: np.ndarray, mask: np.ndarray, weight: float) -> Row:
     return Row(tokens[:start], ((0, branch),))
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+@partial(jax.jit, static_argnums=(0, 1), donate_argnames="opt_state")
 def _supervised_step(
     config: ModelConfig,
     section: OptimizerSection,
+    base: Params | None,
     params: Params,
+    alpha: float,
     opt_state: Any,
     batch: MicroBatch[jax.Array],
     rate: float,
 ) -> tuple[Params, Any, jax.Array]:
     def negative_log_likelihood(params: Params) -> jax.Array:
-        logprobs = target_logprobs(config, 1.0, params, batch)
+        logprobs = target_logprobs(config, 1.0, full_weights(base, params, alpha), batch)
         return -jnp.sum(batch.weights * jnp.where(batch.mask, logprobs, 0.0))
 
     loss, gradient = jax.value_and_grad(negative_log_likelihood)(params)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,6 @@ from stages.rollout.environments import ENVIRONMENTS, ScriptedRule
 from stages.rollout.episodes import run_episodes
 from stages.runtime import Runtime, runtime
 from stages.train import StepReport
-from stages.warm_start import random_params
 
 Z_95 = 1.959963984540054  # two-sided 95 % quantile of the normal distribution
 WILSON = "Wilson"
@@ -388,7 +387,7 @@ def evaluate_run(
     """
     recipe = shared.recipe
     version = newest_version(shared) if version is None else version
-    params, digest = shared.policies.load(version), shared.policies.commit(version).digest
+    params, digest = shared.policy_cache.get(version), shared.policies.commit(version).digest
     split = split or recipe.data.test_split
     sampling = sampling or evaluation_sampling(recipe)
     most_prompts = recipe.evaluation.test_prompts if most_prompts is None else most_prompts
@@ -495,7 +494,7 @@ class RunResults:
 
 
 def run_results(shared: Runtime) -> RunResults:
-    """Success on the test split of the random weights, of version 0, of the newest version and of scripted rules.
+    """Success on the test split of the first weights, of version 0, of the newest version and of scripted rules.
 
     All policies meet the same prompts with the same seeds.
     """
@@ -509,13 +508,16 @@ def run_results(shared: Runtime) -> RunResults:
         sampling=evaluation_sampling(recipe),
     )
     newest = newest_version(shared)
-    weights: list[tuple[str, int, Params]] = [("random weights", 0, random_params(shared))]
+    first = "checkpoint" if recipe.model.checkpoint else "random weights"
+    # Functions, so that one model after the other is in memory.
+    weights: list[tuple[str, int, Callable[[], Params]]] = [(first, 0, shared.initial_weights)]
     if shared.policies.commit(0).source == "warm_start":
-        weights.append(("after warm start", 0, shared.policies.load(0)))
+        weights.append(("after warm start", 0, partial(shared.policy_cache.get, 0)))
     if newest:
-        weights.append((f"after RL ({newest} steps)", newest, shared.policies.load(newest)))
+        weights.append((f"after RL ({newest} steps)", newest, partial(shared.policy_cache.get, newest)))
     results = []
-    for label, version, params in weights:
+    for label, version, load in weights:
+        params = load()
         outcomes = player.play(params, version)
         results.append(Result(label, version, tree_digest(params), summarize(outcomes), summarize_by_stratum(outcomes)))
     for label, outcomes in play_scripted(recipe, player.prompts).items():

@@ -122,7 +122,7 @@ def replay(
     changes = tuple(differences(shared.recipe, recipe))
     initial = shared.policies.load(0)
     keeper = None if to is None else Keeper(to, shared, recipe, changes, initial)
-    trainer = Trainer(shared.model_config, recipe) if changes else shared.trainer
+    trainer = Trainer(shared.model_config, recipe, shared.base) if changes else shared.trainer
     state = trainer.init(initial)
     recorded_metrics = {event.step: event.values for event in read_metrics(shared.store, "train")}
     steps = []

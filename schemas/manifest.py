@@ -152,7 +152,7 @@ class PolicyCommit(StoredRecord):
     digest: Text
     bytes: Count
     parameters: Count = Field(description="numbers in all arrays together")
-    source: Literal["random", "warm_start", "step"]
+    source: Literal["random", "checkpoint", "warm_start", "step"]
     fencing_token: Text
     created_at: Seconds = Field(description="seconds since the epoch")
 

@@ -77,6 +77,19 @@ class ModelSection(Section):
         return self
 
 
+class LoraSection(Section):
+    """Low-rank adapters in the place of all weights: they alone are trained, stored and published."""
+
+    rank: NonNegative = Field(0, description="rank r of each adapter; 0: all weights are trained")
+    alpha: PositiveFloat = Field(16.0, description="an adapter adds alpha / rank times its product to the weight")
+    targets: tuple[str, ...] = Field(
+        ("*",),
+        min_length=1,
+        description="patterns of the adapted matrices, such as '*/attention/*', '*/mlp/*', '*/experts/up'; '*' is all "
+        "but routers",
+    )
+
+
 class TokenizerSection(Section):
     """One token a character of `alphabet`, after the special tokens <pad> and <eos>; or a checkpoint's own."""
 
@@ -334,6 +347,7 @@ class Recipe(Section):
     )
     seed: NonNegative = Field(0, description="every random draw of the run derives from it")
     model: ModelSection = Field(default_factory=ModelSection)
+    lora: LoraSection = Field(default_factory=LoraSection)
     tokenizer: TokenizerSection = Field(default_factory=TokenizerSection)
     chat: ChatSection = Field(default_factory=ChatSection)
     data: DataSection = Field(default_factory=DataSection)

@@ -13,11 +13,17 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
+import numpy as np
+
 from jax_core.chat import Dialogue, make_dialogue
+from jax_core.checkpoints import Checkpoint, load_params, open_checkpoint
+from jax_core.lora import merge
 from jax_core.models.config import ModelConfig
+from jax_core.models.decoder import Params, init_params
 from jax_core.policies import PolicyCache, PolicyStore, TrainerStore
 from jax_core.sampling.engine import Engine
 from jax_core.tokenizers import Tokenizer, make_tokenizer
@@ -97,7 +103,10 @@ class Runtime:
 
     @built_once
     def policy_cache(self) -> PolicyCache:
-        return PolicyCache(self.policies)
+        """Whole weights by version, whatever a policy stores."""
+        if self.base is None:
+            return PolicyCache(self.policies)
+        return PolicyCache(self.policies, weights_of=partial(_merged, self.base, self.recipe.lora.alpha))
 
     @built_once
     def trainer_states(self) -> TrainerStore:
@@ -114,6 +123,8 @@ class Runtime:
 
     @built_once
     def model_config(self) -> ModelConfig:
+        if self.checkpoint is not None:
+            return self.checkpoint.config.with_recipe(self.recipe.model)
         return ModelConfig.from_recipe(self.recipe.model, self.tokenizer.vocab_size)
 
     @built_once
@@ -137,7 +148,29 @@ class Runtime:
 
     @built_once
     def trainer(self) -> Trainer:
-        return Trainer(self.model_config, self.recipe)
+        return Trainer(self.model_config, self.recipe, self.base)
+
+    @built_once
+    def checkpoint(self) -> Checkpoint | None:
+        """What the run's model starts from, opened; None: from random weights."""
+        location = self.recipe.model.checkpoint
+        return open_checkpoint(location) if location else None
+
+    def initial_weights(self) -> Params:
+        """The model before any training: the checkpoint's, or random ones. A pure function of the recipe and its files,
+        so nothing stores them after a warm start."""
+        if self.checkpoint is None:
+            return init_params(self.model_config, self.recipe.seed)
+        return load_params(self.checkpoint, np.dtype(self.recipe.model.parameters_dtype))
+
+    @built_once
+    def base(self) -> Params | None:
+        """The weights that adapters are merged into; None where all weights are trained."""
+        return self.initial_weights() if self.recipe.lora.rank else None
+
+
+def _merged(base: Params, alpha: float, adapters: Params) -> Params:
+    return merge(base, adapters, alpha)
 
 
 def _ignore(step: int, values: Mapping[str, float]) -> None:

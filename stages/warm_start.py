@@ -21,7 +21,8 @@ import numpy as np
 from apache_beam.pvalue import PBegin
 
 from jax_core.chat import Dialogue
-from jax_core.models.decoder import Params, init_params
+from jax_core.lora import init_adapters
+from jax_core.models.decoder import Params
 from jax_core.policies import tree_digest
 from jax_core.warm_start import supervised
 from schemas.errors import UserError
@@ -52,22 +53,26 @@ def warm_start(shared: Runtime, report: Report) -> PolicyCommit:
     """
     if shared.policies.latest() is not None:
         return shared.policies.commit(0)
-    params = random_params(shared)
+    params = untrained(shared)
     if not shared.recipe.warm_start.steps:
-        return shared.policies.publish(0, params, source="random")
-    trained = supervised(shared.model_config, shared.recipe, params, demonstrations(shared), _metered(shared, report))
+        return shared.policies.publish(0, params, source="checkpoint" if shared.recipe.model.checkpoint else "random")
+    metered = _metered(shared, report)
+    trained = supervised(shared.model_config, shared.recipe, params, demonstrations(shared), metered, shared.base)
     return shared.policies.publish(0, trained, source="warm_start")
 
 
-def random_params(shared: Runtime) -> Params:
-    """The run's weights before anything: a pure function of the recipe, so nothing stores them after a warm start."""
-    return init_params(shared.model_config, shared.recipe.seed)
+def untrained(shared: Runtime) -> Params:
+    """What is trained, before it is: all of the model's first weights, or new adapters of them."""
+    recipe = shared.recipe
+    if shared.base is None:
+        return shared.initial_weights()
+    return init_adapters(shared.base, recipe.lora, recipe.seed)
 
 
 def _metered(shared: Runtime, report: Report) -> Report:
     """Writes each step's metrics, with the digest of the random weights that they started from, and passes them on."""
     metrics = MetricsWriter(shared.store, "warm_start")
-    random_digest = tree_digest(random_params(shared))
+    random_digest = tree_digest(untrained(shared))
     last = time.monotonic()
 
     def write(step: int, values: Mapping[str, float]) -> None:

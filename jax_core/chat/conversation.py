@@ -91,7 +91,7 @@ class Conversation:
         self._turns, self.branches = (), ()
         return self._begin_branch()
 
-    def answer_text(self, sampled: np.ndarray) -> str:
+    def answer_text(self, sampled: Sequence[int] | np.ndarray) -> str:
         """The policy's own words, without the prefill and without the token that ended them."""
         return self.tokenizer.decode(without_stop(sampled, self.tokenizer.stop_ids))
 

@@ -45,7 +45,7 @@ class Dialogue(Protocol):
         """Ids, int32 [T], of the prompt."""
         ...
 
-    def answer_text(self, sampled: np.ndarray) -> str:
+    def answer_text(self, sampled: Sequence[int] | np.ndarray) -> str:
         """What the policy said in words, without the token that ended it."""
         ...
 
@@ -73,7 +73,7 @@ class RawText:
         ids = self.tokenizer.encode(plain_text(said))
         return np.concatenate([np.array(self.tokenizer.bos_ids, np.int32), ids]) if self.tokenizer.bos_ids else ids
 
-    def answer_text(self, sampled: np.ndarray) -> str:
+    def answer_text(self, sampled: Sequence[int] | np.ndarray) -> str:
         return self.tokenizer.decode(without_stop(sampled, self.tokenizer.stop_ids))
 
     def reply(self, sampled: np.ndarray, said: Said) -> np.ndarray:
@@ -96,7 +96,7 @@ def plain_text(said: Said) -> str:
     return said
 
 
-def without_stop(sampled: np.ndarray, stop_ids: Sequence[int]) -> list[int]:
+def without_stop(sampled: Sequence[int] | np.ndarray, stop_ids: Sequence[int]) -> list[int]:
     """`sampled` without the stop token at its end, if it has one."""
     ids: list[int] = np.asarray(sampled).tolist()
     return ids[:-1] if ids and ids[-1] in stop_ids else ids

@@ -1,4 +1,4 @@
-"""LoRA adapters: merged into the weights, or written in PEFT's layout.
+"""LoRA adapters (`jax_core.lora`) written in PEFT's layout.
 
 Adapters are a nested dict like `Params`, of some of its leaves only. In the place of a weight [.., in, out] stands
 
@@ -15,47 +15,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jax_core.checkpoints.safetensors_files import write_safetensors
 from jax_core.checkpoints.write import Tensor, array_tensor, whole_folder, write_json
+from jax_core.lora import Adapters, adapted_paths
 from jax_core.models.config import ModelConfig
-from jax_core.models.decoder import Params
 from jax_core.models.families import tensor_rules
 from jax_core.models.tensor_rules import TensorRule
 from schemas.errors import UserError
 
 ADAPTER_CONFIG, ADAPTER_MODEL = "adapter_config.json", "adapter_model.safetensors"
-
-Adapters = Mapping[str, Any]  # nested, ending in {"a": .., "b": ..}
-
-
-def merge_lora(params: Params, adapters: Adapters, alpha: float) -> Params:
-    """`params` with W + alpha / r * a @ b for each adapted W, computed in float32; other leaves are the same arrays."""
-    merged = dict(params)
-    for name, part in adapters.items():
-        merged[name] = _adapted(params[name], part, alpha) if _is_pair(part) else merge_lora(params[name], part, alpha)
-    return merged
-
-
-def _adapted(weight: Any, pair: Mapping[str, Any], alpha: float) -> Any:
-    rank = pair["a"].shape[-1]
-    a, b = (jnp.asarray(pair[name], jnp.float32) for name in ("a", "b"))
-    return (weight + alpha / rank * (a @ b)).astype(weight.dtype)
-
-
-def _is_pair(part: Mapping[str, Any]) -> bool:
-    return part.keys() == {"a", "b"} and not any(isinstance(array, Mapping) for array in part.values())
-
-
-def adapted_paths(adapters: Adapters, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """(path of the weight, its pair) of every adapted weight."""
-    for name, part in adapters.items():
-        if _is_pair(part):
-            yield (*prefix, name), part
-        else:
-            yield from adapted_paths(part, (*prefix, name))
 
 
 def write_adapter(folder: Path, config: ModelConfig, adapters: Adapters, *, alpha: float, base: str) -> list[str]:

@@ -39,7 +39,6 @@ from schemas.records import Prompt, SamplingRecord
 from schemas.store import RunStore
 from stages.rollout.environments import ENVIRONMENTS
 from stages.runtime import Runtime
-from stages.warm_start import random_params
 from tests.pipelines.tiny_runs import begin, share_parts, tiny_recipe
 from tests.stages.worked_batches import failed, rollout, scored
 
@@ -223,9 +222,9 @@ def test_an_episode_does_not_depend_on_what_is_played_beside_it(
     shared: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     player = Player(shared, "test", most_prompts=None, samples=2, sampling=evaluation_sampling(RECIPE))
-    together = player.play(random_params(shared), 0)
+    together = player.play(shared.initial_weights(), 0)
     monkeypatch.setattr(evaluate, "ROWS_IN_FLIGHT", 2)
-    one_by_one = player.play(random_params(shared), 0)
+    one_by_one = player.play(shared.initial_weights(), 0)
     assert together == one_by_one
     assert len(together) == 4 and {o.samples for o in together} == {2}
 
@@ -269,7 +268,7 @@ def test_the_learning_curve_measures_each_due_version_once(shared: Runtime) -> N
 
 
 def test_a_resumed_run_adds_the_point_that_a_kill_took(shared: Runtime) -> None:
-    weights = random_params(shared)
+    weights = shared.initial_weights()
     for version in (1, 2):  # killed between the publishing of version 2, which is due, and its evaluation
         shared.policies.publish(version, weights, source="step")
     LearningCurve(shared.run, RECIPE).first(shared.policies.commit(0))

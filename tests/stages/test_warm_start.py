@@ -14,7 +14,7 @@ from schemas.records import Prompt
 from schemas.store import RunStore
 from stages.rollout.environments import ENVIRONMENTS, EnvironmentKind
 from stages.runtime import Runtime
-from stages.warm_start import demonstration, demonstrations, random_params, warm_start
+from stages.warm_start import demonstration, demonstrations, untrained, warm_start
 from tests.pipelines.tiny_runs import share_parts, tiny_recipe
 
 WARM = tiny_recipe(warm_start={"steps": 2, "demonstrations": 8, "batch": 4})
@@ -106,7 +106,7 @@ def test_without_a_warm_start_version_0_is_the_random_weights(tmp_path: Path) ->
     shared = Runtime(tmp_path, tiny_recipe())
     commit = warm_start(shared, nothing)
     assert (commit.version, commit.source) == (0, "random")
-    assert commit.digest == tree_digest(random_params(shared))
+    assert commit.digest == tree_digest(untrained(shared))
     assert read_metrics(shared.store, "warm_start") == []
 
 
@@ -115,7 +115,7 @@ def test_a_warm_start_is_made_once_recorded_and_the_same_in_every_run(tmp_path: 
     shared = Runtime(tmp_path / "a", WARM)
     commit = warm_start(shared, lambda step, values: told.append(step))
     assert commit.source == "warm_start"
-    assert commit.digest != tree_digest(random_params(shared))
+    assert commit.digest != tree_digest(untrained(shared))
     assert warm_start(Runtime(tmp_path / "a", WARM), nothing) == commit
     again = warm_start(Runtime(tmp_path / "b", WARM), lambda step, values: None)
     assert again.digest == commit.digest
@@ -125,4 +125,4 @@ def test_a_warm_start_is_made_once_recorded_and_the_same_in_every_run(tmp_path: 
     assert events[1].values["warm_start/loss"] < events[0].values["warm_start/loss"]
     # What the run began from is recorded, so that nobody need trust that it can be made again.
     recorded = (tmp_path / "a" / "metrics" / "warm_start.jsonl").read_text()
-    assert recorded.count(tree_digest(random_params(shared))) == 2
+    assert recorded.count(tree_digest(untrained(shared))) == 2

@@ -12,7 +12,8 @@ from safetensors.numpy import load_file
 
 from jax_core.checkpoints.checkpoint import open_checkpoint
 from jax_core.checkpoints.load import load_params
-from jax_core.checkpoints.lora import adapted_paths, merge_lora, write_adapter
+from jax_core.checkpoints.lora import write_adapter
+from jax_core.lora import adapted_paths, merge_lora
 from jax_core.models.families import read_config
 from schemas.errors import UserError
 from tests.jax_core.checkpoints import models
