@@ -222,7 +222,7 @@ def _router_measurements(config: ModelConfig, routers: Sequence[Load]) -> dict[s
     layers = sum(len(load) for load in loads)
     return {
         "trainer/router_load/max": float(relative.max()),
-        "trainer/router_load/min": float(relative.min()),
+        "trainer/router_idle_experts/fraction": float((relative == 0).mean()),
         "trainer/router_entropy_nats/mean": sum(float(load.entropy.sum()) for load in routers) / max(tokens, 1.0),
         "trainer/router_balance/mean": sum(float(balance_loss(load).sum()) for load in routers) / layers,
         "trainer/router_dropped_tokens": tokens * per_token - sum(float(load.sum()) for load in loads),

@@ -107,7 +107,7 @@ _TABLE: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("trainer/too_old_groups", "groups", "left out because their policy was older than max_lag allows"),
         ("trainer/micro_batches", "micro-batches", "the update was split into"),
         ("trainer/router_load/max", "ratio", "busiest expert's choices over the mean of its layer; mixtures only"),
-        ("trainer/router_load/min", "ratio", "idlest expert's choices over the mean of its layer"),
+        ("trainer/router_idle_experts/fraction", "fraction", "share of experts that no token chose"),
         ("trainer/router_entropy_nats/mean", "nats", "entropy of the routers over tokens and layers"),
         ("trainer/router_balance/mean", "loss", "load-balancing loss of the layers: 1 is even"),
         ("trainer/router_dropped_tokens", "tokens", "that did not reach an expert of theirs; always 0"),
