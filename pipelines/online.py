@@ -4,28 +4,55 @@
          ^                                                                       |
          +------------- policies/<version>, looked at before each claim ---------+
 
-The arrow back is no edge of the graph: it is the run directory, where versions only grow. Labels are stable, because
-runners update running jobs by them.
+The arrow back is no edge of the graph: it is the run directory, where versions only grow. So the graph comes in two
+forms: with the trainer as its last stage (`online`), and without, for a trainer that is another process
+(`sample_shards`). Labels are stable, because runners update running jobs by them.
 
-Left out on purpose: where it runs (`runners/`), and any barrier between stages; a runner that needs one adds it.
+Left out on purpose: where it runs (`runners/`). What a runner asks of the graph comes as a `GraphShape`.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import apache_beam as beam
 from apache_beam.pvalue import PBegin
 
 from schemas.manifest import ShardManifest
 from schemas.recipe import Recipe
+from stages.boundary import StageBoundary
 from stages.coders import register_record_coders
 from stages.group import GroupByPrompt
 from stages.pack import Pack
-from stages.prompts.source import AdmitPrompts
+from stages.prompts.shares import WHOLE_RUN, Share
+from stages.prompts.source import SHORT_NAPS, AdmitPrompts, Deferral
 from stages.reward.reward import Reward
 from stages.rollout.rollout import Rollout
 from stages.shards import WriteShards
 from stages.train import StepReport, Train
 from stages.warm_start import WarmStart
+
+BOUNDARIES = ("AfterAdmitPrompts", "AfterRollout", "BeforeWriteShards")  # in the order of the flow
+
+
+@dataclass(frozen=True)
+class GraphShape:
+    """What a placement may choose of the graph; the rest is the same everywhere.
+
+    Attributes:
+      boundaries: which of `BOUNDARIES` are on.
+      deferral: how the source waits for a policy.
+    """
+
+    boundaries: frozenset[str] = frozenset()
+    deferral: Deferral = SHORT_NAPS
+
+    def __post_init__(self) -> None:
+        if unknown := self.boundaries - set(BOUNDARIES):
+            raise ValueError(f"{sorted(unknown)} are no boundaries of the graph, which has {BOUNDARIES}")
+
+
+FUSED = GraphShape()  # one stage, as a pipeline needs that trains itself
 
 
 def online(pipeline: beam.Pipeline, recipe: Recipe, run: str) -> beam.PCollection[StepReport]:
@@ -43,20 +70,30 @@ def online(pipeline: beam.Pipeline, recipe: Recipe, run: str) -> beam.PCollectio
 
 
 def sample_shards(
-    start: beam.Pipeline | PBegin | beam.PCollection, recipe: Recipe, run: str
+    start: beam.Pipeline | PBegin | beam.PCollection,
+    recipe: Recipe,
+    run: str,
+    share: Share = WHOLE_RUN,
+    shape: GraphShape = FUSED,
 ) -> beam.PCollection[ShardManifest]:
     """Sampling alone, for a trainer elsewhere: it waits for each policy version that the lag bound asks for.
 
     Args:
       start: the pipeline, or a collection of one element that comes when sampling may begin.
+      share: which of the run's positions this pipeline samples.
+      shape: what the runner asks of the graph.
     """
     register_record_coders()
+    boundary = lambda name: name >> StageBoundary(name in shape.boundaries)
     return (
         start
-        | "AdmitPrompts" >> AdmitPrompts(recipe, run)
+        | "AdmitPrompts" >> AdmitPrompts(recipe, run, share, shape.deferral)
+        | boundary("AfterAdmitPrompts")
         | "Rollout" >> Rollout(recipe, run)
+        | boundary("AfterRollout")
         | "Reward" >> Reward(recipe, run)
         | "GroupByPrompt" >> GroupByPrompt(recipe, run)
         | "Pack" >> Pack(recipe, run)
+        | boundary("BeforeWriteShards")
         | "WriteShards" >> WriteShards(recipe, run)
     )
