@@ -84,16 +84,17 @@ def sample_shards(
       shape: what the runner asks of the graph.
     """
     register_record_coders()
-    boundary = lambda name: name >> StageBoundary(name in shape.boundaries)
-    return (
-        start
-        | "AdmitPrompts" >> AdmitPrompts(recipe, run, share, shape.deferral)
-        | boundary("AfterAdmitPrompts")
-        | "Rollout" >> Rollout(recipe, run)
-        | boundary("AfterRollout")
+    prompts = start | "AdmitPrompts" >> AdmitPrompts(recipe, run, share, shape.deferral)
+    rollouts = _cut(prompts, "AfterAdmitPrompts", shape) | "Rollout" >> Rollout(recipe, run)
+    packed = (
+        _cut(rollouts, "AfterRollout", shape)
         | "Reward" >> Reward(recipe, run)
         | "GroupByPrompt" >> GroupByPrompt(recipe, run)
         | "Pack" >> Pack(recipe, run)
-        | boundary("BeforeWriteShards")
-        | "WriteShards" >> WriteShards(recipe, run)
     )
+    return _cut(packed, "BeforeWriteShards", shape) | "WriteShards" >> WriteShards(recipe, run)
+
+
+def _cut(elements: beam.PCollection, boundary: str, shape: GraphShape) -> beam.PCollection:
+    """The same elements, behind the boundary if the placement has it. One that is off is no step of the graph."""
+    return elements | boundary >> StageBoundary() if boundary in shape.boundaries else elements
