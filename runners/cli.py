@@ -1,4 +1,4 @@
-"""The command line: run, evaluate, replay, inspect.
+"""The command line: run, its parts (begin, rollout, train), evaluate, replay, inspect, runners.
 
 Nothing heavy is imported up here: `--help`, a typing error and the refusal of a recipe must not wait for JAX and Beam.
 
@@ -14,6 +14,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
@@ -22,12 +23,15 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from runners.report import print_error, user_error_behind
+from runners.tether import hold_tether
 from schemas.errors import UserError
 
 if TYPE_CHECKING:
     from pipelines.replay import ReplayedStep
+    from runners.profiles import RunnerProfile
     from schemas.recipe import Recipe
     from schemas.records import SamplingRecord
+    from stages.prompts.shares import Share
 
 BAD_USE, INTERRUPTED, NOT_IDENTICAL = 2, 130, 1
 
@@ -56,6 +60,7 @@ Overrides = Annotated[
 
 def main() -> None:
     """The `rollstream` command."""
+    hold_tether()
     quiet_libraries()
     app()
 
@@ -124,22 +129,41 @@ def print_json(value: Any) -> None:
 # run ---------------------------------------------------------------------------------------------------------------
 
 
+RunnerOption = Annotated[
+    str, typer.Option("--runner", help="Where it runs: see [bold]rollstream runners[/].", metavar="RUNNER")
+]
+PrismOption = Annotated[
+    str | None,
+    typer.Option(
+        "--prism-location", help="Prism's program. Default: from the PATH, Go's folder, or downloaded.", metavar="PATH"
+    ),
+]
+RecipeArgument = Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="RECIPE")]
+DirectoryOption = Annotated[
+    Path | None, typer.Option("--dir", help="The run's directory. Default: runs/<name of the recipe>.")
+]
+
+
 @app.command(
     epilog="[bold]Examples[/]\n\n"
     "rollstream run recipes/frozen_lake.toml\n\n"
     "rollstream run recipes/frozen_lake.toml trainer.steps=20 seed=1 --dir runs/short\n\n"
+    "rollstream run recipes/frozen_lake.toml rollout.max_lag=1 --runner local --generators 2\n\n"
     "rollstream run recipes/frozen_lake.toml --resume     [dim]goes on where it was stopped[/]"
 )
 @reports_errors
 def run(
-    recipe: Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="RECIPE")],
+    recipe: RecipeArgument,
     overrides: Overrides = None,
-    directory: Annotated[
-        Path | None, typer.Option("--dir", help="The run's directory. Default: runs/<name of the recipe>.")
-    ] = None,
+    directory: DirectoryOption = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run that is in the directory, from where it stopped.")
     ] = False,
+    runner: RunnerOption = "colocated",
+    generators: Annotated[
+        int, typer.Option(help="Processes that sample, each its share; not with colocated.", min=1)
+    ] = 1,
+    prism_location: PrismOption = None,
 ) -> None:
     """Trains a policy, and shows how well it does on prompts that it never trained on.
 
@@ -152,11 +176,23 @@ def run(
     location = directory or Path("runs") / resolved.name
     _refuse_early(location, resolved, resume)
     try:
-        _run(resolved, location, resume)
+        _run(resolved, location, resume, _Placement(runner, generators, prism_location))
     except KeyboardInterrupt:
-        where = ["--dir", str(directory)] if directory else []
-        arguments = shlex.join([str(recipe), *(overrides or []), *where, "--resume"])
+        options = ["--dir", str(directory)] if directory else []
+        options += ["--runner", runner] if runner != "colocated" else []
+        options += ["--generators", str(generators)] if generators > 1 else []
+        options += ["--prism-location", prism_location] if prism_location else []
+        arguments = shlex.join([str(recipe), *(overrides or []), *options, "--resume"])
         _leave_interrupted(f"Go on with:  rollstream run {arguments}")
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """What the command line says of where a run runs."""
+
+    runner: str
+    generators: int
+    prism_location: str | None
 
 
 def _refuse_early(location: Path, recipe: Recipe, resume: bool) -> None:
@@ -178,24 +214,62 @@ def _refuse_early(location: Path, recipe: Recipe, resume: bool) -> None:
         )
 
 
-def _run(recipe: Recipe, location: Path, resume: bool) -> None:
+def _run(recipe: Recipe, location: Path, resume: bool, placement: _Placement) -> None:
+    from runners.profiles import profile_of
     from runners.progress import Progress
     from schemas.store import RunStore
 
+    profile = profile_of(placement.runner)
     console = console_out()
     store = RunStore.open(location)
+    train = _train_here if profile.trains_itself else _train_in_processes
     console.print(Text(f"run {recipe.name} in {location}"))
     with Progress(store, recipe, console):
-        _train(recipe, location, resume)
+        train(recipe, location, resume, profile, placement, console)
     _finish(recipe, location, console)
 
 
-def _train(recipe: Recipe, location: Path, resume: bool) -> None:
+def _train_here(
+    recipe: Recipe, location: Path, resume: bool, profile: RunnerProfile, placement: _Placement, console: Console
+) -> None:
     from pipelines.evaluate import LearningCurve
     from runners import colocated
 
+    if placement.generators > 1:
+        raise UserError(
+            f"--generators {placement.generators}",
+            f"--runner {profile.name} samples in one process, which also trains.",
+            "Leave it out, or add --runner local.",
+        )
     curve = LearningCurve(location, recipe)
     colocated.run(recipe, location, resume=resume, after_warm_start=[curve.first], after_step=[curve.each])
+
+
+def _train_in_processes(
+    recipe: Recipe, location: Path, resume: bool, profile: RunnerProfile, placement: _Placement, console: Console
+) -> None:
+    from runners import processes
+
+    prism = _prism(profile, placement.prism_location)
+    say = lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
+    processes.run(
+        recipe,
+        location,
+        profile,
+        resume=resume,
+        generators=placement.generators,
+        generator_options=["--prism-location", prism] if prism else [],
+        say=say,
+    )
+
+
+def _prism(profile: RunnerProfile, location: str | None) -> str | None:
+    """Path of Prism's program, if the runner is Prism: found, or downloaded, before anything is started."""
+    if profile.beam_runner != "PrismRunner":
+        return None
+    from runners.prism import get_prism
+
+    return get_prism(location)
 
 
 def _finish(recipe: Recipe, location: Path, console: Console) -> None:
@@ -214,6 +288,86 @@ def _finish(recipe: Recipe, location: Path, console: Console) -> None:
     console.print(results_table(results))
     console.print(Text.assemble("\nrun directory   ", (str(location), "bold"), f"\nlearning curve  {location / CURVE}"))
     console.print(Text(f"look into it    rollstream inspect {location}", style="dim"))
+
+
+# The parts of a run, each alone ------------------------------------------------------------------------------------
+
+
+@app.command(
+    epilog="[bold]Examples[/]\n\n"
+    "rollstream begin recipes/frozen_lake.toml --dir /shared/lake     [dim]then, on as many hosts as you like:[/]\n\n"
+    "rollstream train /shared/lake\n\n"
+    "rollstream rollout /shared/lake --share 1/2"
+)
+@reports_errors
+def begin(recipe: RecipeArgument, overrides: Overrides = None, directory: DirectoryOption = None) -> None:
+    """Makes the directory of a run and starts nothing: its parts are started one by one, on this host or on others."""
+    from runners.run_directory import prepare_run
+    from schemas.recipe_io import load_recipe
+    from schemas.store import RunStore
+
+    resolved = load_recipe(recipe, overrides or [])
+    location = directory or Path("runs") / resolved.name
+    prepare_run(RunStore.open(location), resolved, resume=False)
+    console_out().print(f"run {resolved.name} in {location}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command(
+    epilog="[bold]Examples[/]\n\n"
+    "rollstream rollout /shared/lake\n\n"
+    "rollstream rollout /shared/lake --share 2/4     [dim]every fourth element, from the second on[/]\n\n"
+    "rollstream rollout /shared/lake --runner prism"
+)
+@reports_errors
+def rollout(
+    run: RunArgument,
+    share: Annotated[str, typer.Option(help="Which part of the run to sample: I/N, from 1/N to N/N.")] = "1/1",
+    runner: RunnerOption = "local",
+    prism_location: PrismOption = None,
+) -> None:
+    """Samples a share of a run, as far ahead of its trainer as the recipe allows, until the run is over.
+
+    Needs the run's directory and nothing else. A share can be started again elsewhere at any time, also while the lost
+    one still lives: whoever commits an element first has it.
+    """
+    from runners.generator import generate
+    from runners.profiles import profile_of
+
+    profile, part = profile_of(runner), _share(share)
+    prism = _prism(profile, prism_location)
+    try:
+        generate(run, profile, part, [f"--prism_location={prism}"] if prism else [])
+    except KeyboardInterrupt:
+        _leave_interrupted("What is committed stays: start it again at any time.")
+
+
+def _share(text: str) -> Share:
+    from stages.prompts.shares import Share
+
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise UserError(f"--share {text}", "is no share.", "Write I/N with I from 1 to N, such as 2/4.")
+    return Share(int(match[1]) - 1, int(match[2]))
+
+
+@app.command(epilog="[bold]Examples[/]\n\nrollstream train /shared/lake")
+@reports_errors
+def train(run: RunArgument) -> None:
+    """Trains a run, step by step as its shards come, until it is over.
+
+    Needs the run's directory and nothing else. One process trains a run; started again, it goes on where the last one
+    stopped.
+    """
+    from pipelines.evaluate import LearningCurve
+    from runners import trainer
+    from runners.run_directory import recipe_of
+    from schemas.store import RunStore
+
+    curve = LearningCurve(run, recipe_of(RunStore.open(run)))
+    try:
+        trainer.train(run, after_warm_start=[curve.first], after_step=[curve.each])
+    except KeyboardInterrupt:
+        _leave_interrupted("What is committed stays: start it again at any time.")
 
 
 # evaluate ----------------------------------------------------------------------------------------------------------
