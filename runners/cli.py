@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from schemas.records import SamplingRecord
     from stages.prompts.shares import Share
 
-BAD_USE, INTERRUPTED, NOT_IDENTICAL = 2, 130, 1
+BAD_USE, INTERRUPTED, NOT_IDENTICAL, DOES_NOT_ADD_UP = 2, 130, 1, 1
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -485,6 +485,7 @@ def _step_printer(console: Console, recipe: Recipe) -> Callable[[ReplayedStep], 
     epilog="[bold]Examples[/]\n\n"
     "rollstream inspect runs/frozen_lake\n\n"
     "rollstream inspect runs/frozen_lake --trajectory 12/3/0     [dim]step 12, group 3, sample 0[/]\n\n"
+    "rollstream inspect runs/frozen_lake --ledger\n\n"
     "rollstream inspect runs/frozen_lake --json"
 )
 @reports_errors
@@ -493,6 +494,9 @@ def inspect(
     trajectory: Annotated[
         str | None, typer.Option(help="Show one trajectory, token by token.", metavar="STEP/GROUP/SAMPLE")
     ] = None,
+    ledger: Annotated[
+        bool, typer.Option("--ledger", help="What became of each prompt; exit code 1 if it does not add up.")
+    ] = False,
     every_row: Annotated[bool, typer.Option("--all", help="Show every row of long tables.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -505,11 +509,18 @@ def inspect(
     store = RunStore.open(run)
     report: Any
     shown: RenderableType
+    adds_up = True
     if trajectory is not None:
         from runners.inspect_trajectory import inspect_trajectory, parse_path, render_trajectory
 
         report = inspect_trajectory(store, parse_path(trajectory))
         shown = render_trajectory(report)
+    elif ledger:
+        from runners.ledger import ledger_of, render_ledger
+
+        report = ledger_of(store)
+        shown = render_ledger(report, every_row=every_row)
+        adds_up = not report.problems
     else:
         from runners.inspect import inspect_run, render
 
@@ -519,6 +530,24 @@ def inspect(
         print_json(report.to_json())
     else:
         console_out().print(shown)
+    if not adds_up:
+        raise typer.Exit(DOES_NOT_ADD_UP)
+
+
+# runners -----------------------------------------------------------------------------------------------------------
+
+
+@app.command(epilog="[bold]Examples[/]\n\nrollstream runners\n\nrollstream runners --json")
+@reports_errors
+def runners(as_json: JsonOption = False) -> None:
+    """Where a recipe can run: which runners are usable on this machine, and how to get the others."""
+    from runners.availability import availabilities, render
+
+    rows = availabilities()
+    if as_json:
+        print_json([row.to_json() for row in rows])
+    else:
+        console_out().print(render(rows))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ SECONDS_TO_FINISH = 20.0
 SECONDS_TO_OBEY = 3.0  # between asking to end and killing
 
 TRAINER = "trainer"
+ROLLSTREAM = (sys.executable, "-m", "runners.cli")
 USER_CAN_MEND = 2  # exit code of our commands
 
 
@@ -152,9 +153,18 @@ class Launcher:
       folder: where `logs/` and `tmp/` go.
       say: told what happened to a process.
       progress: a number that grows as the run gets further.
+      command: what a task's arguments are arguments of.
     """
 
-    def __init__(self, tasks: Sequence[Task], folder: Path, say: Callable[[str], None], progress: Callable[[], int]):
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        folder: Path,
+        say: Callable[[str], None],
+        progress: Callable[[], int],
+        command: Sequence[str] = ROLLSTREAM,
+    ):
+        self._command = command
         self._logs = folder / run_layout.LOGS
         self._temporary = folder / run_layout.TEMPORARY
         self._children = [_Child(task, self._logs / f"{task.name}.log") for task in tasks]
@@ -199,7 +209,7 @@ class Launcher:
         with open(child.log, "ab") as log:
             child.log_starts_at = log.tell()
             child.process = start_tethered(
-                [sys.executable, "-m", "runners.cli", *child.task.arguments],
+                [*self._command, *child.task.arguments],
                 output=log,
                 environment={**os.environ, "TMPDIR": str(self._temporary.absolute())},
             )
