@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 from apache_beam.options.pipeline_options import PipelineOptions
@@ -19,6 +18,7 @@ from apache_beam.runners.portability.job_server import JobServer, StopOnExitJobS
 from apache_beam.runners.portability.prism_runner import PrismJobServer, PrismRunner
 from apache_beam.version import __version__ as beam_version
 
+from runners.tether import tethered_command
 from schemas.errors import UserError
 
 PROGRAM = "prism"
@@ -88,4 +88,4 @@ class TetheredPrismRunner(PrismRunner):
 class _TetheredPrismServer(PrismJobServer):
     def subprocess_cmd_and_endpoint(self) -> tuple[list[str], str]:
         command, endpoint = super().subprocess_cmd_and_endpoint()
-        return [sys.executable, "-m", "runners.tether", *command], endpoint
+        return tethered_command([str(part) for part in command]), endpoint

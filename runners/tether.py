@@ -4,7 +4,7 @@ A killed process cannot clean up, so its children have to notice. A tethered chi
 SIGKILL when its parent dies; and anywhere else, its standard input is a pipe whose other end only the parent holds, and
 which ends when the parent does. Then it kills its process group, which it leads, and so what it has started itself.
 
-    python -m runners.tether COMMAND...     replaces itself by COMMAND, which on Linux dies with the parent
+    python -m runners.tether PARENT COMMAND...     becomes COMMAND, which on Linux dies with process PARENT
 
 Left out on purpose: Windows, and grandchildren of a parent and child that are killed at once on systems without the
 Linux signal.
@@ -70,16 +70,18 @@ def _wait_for_the_end() -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
+def tethered_command(command: Sequence[str]) -> list[str]:
+    """`command`, for a child of this process that is no program of ours."""
+    return [sys.executable, "-m", "runners.tether", str(os.getpid()), *command]
+
+
 def end_group(leader: subprocess.Popen[bytes], ending: signal.Signals) -> None:
     """Sends a signal to the process group of a child, of which some may still live when the child is dead."""
     with suppress(ProcessLookupError, PermissionError):  # macOS: not permitted where only zombies are left
         os.killpg(leader.pid, ending)
 
 
-def main(command: Sequence[str]) -> None:
-    _die_with_parent(os.getppid())
-    os.execvp(command[0], command)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    _, parent, *command = sys.argv
+    _die_with_parent(int(parent))
+    os.execvp(command[0], command)
