@@ -193,13 +193,13 @@ def _disagreements(store: RunStore, entries: Sequence[Entry]) -> list[str]:
     totals = Counter((entry.step, entry.fate) for entry in entries)
     trained_steps = {entry.step for entry in entries if entry.fate not in NOT_YET}
     counted = [
-        (event.step, fate, event.values.get(name))
+        (event.step, fate, event.values[name])
         for event in read_metrics(store, "train")
         for name, fate in (("trainer/trained_groups", TRAINED), ("trainer/too_old_groups", TOO_OLD))
-        if event.step in trained_steps
+        if event.step in trained_steps and name in event.values
     ]
     return [
-        f"step {step}: {totals[step, fate]} prompts are {fate!r}, and the trainer counted {number}"
+        f"step {step}: {totals[step, fate]} prompts are {fate!r}, and the trainer counted {number:g}"
         for step, fate, number in counted
         if number != totals[step, fate]
     ]

@@ -25,7 +25,7 @@ from stages.runtime import release
 from tests.pipelines.tiny_runs import ALPHABET, LARGEST_LAKE, copied, share_parts
 from tests.runners.written_run import write_run
 
-COMMANDS = ("run", "evaluate", "replay", "inspect")
+COMMANDS = ("run", "begin", "rollout", "train", "evaluate", "replay", "inspect")
 
 RECIPE = """
 name = "tiny"
@@ -110,6 +110,54 @@ def test_help_lists_every_command() -> None:
     assert all(re.search(rf"^│ {command} ", output, re.MULTILINE) for command in COMMANDS)
 
 
+def test_a_run_can_be_begun_without_starting_anything(recipe: Path, tmp_path: Path) -> None:
+    assert invoke("begin", recipe, "seed=5", "--dir", tmp_path / "run").exit_code == 0
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
+    assert '"seed": 5' in (tmp_path / "run/config.json").read_text()
+    assert "already holds a run" in refused(invoke("begin", recipe, "--dir", tmp_path / "run"))
+
+
+@pytest.mark.parametrize("share", ["0/2", "3/2", "2", "a/b", "1/0"])
+def test_a_share_that_is_none_is_refused(tmp_path: Path, share: str) -> None:
+    assert "such as 2/4" in refused(invoke("rollout", tmp_path, "--share", share))
+
+
+def test_an_unknown_runner_is_refused_with_the_known_ones(recipe: Path, tmp_path: Path) -> None:
+    said = refused(invoke("run", recipe, "--runner", "spark", "--dir", tmp_path / "run"))
+    assert "spark" in said and "colocated, local, prism" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_placement_of_one_process_refuses_generators(recipe: Path, tmp_path: Path) -> None:
+    said = refused(invoke("run", recipe, "--generators", 2, "--dir", tmp_path / "run"))
+    assert "--generators 2" in said and "--runner local" in said
+    assert "trains where it samples" in refused(invoke("rollout", tmp_path, "--runner", "colocated"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_prism_that_is_not_where_the_user_says_is_refused_with_the_way_to_build_one(
+    recipe: Path, tmp_path: Path
+) -> None:
+    where = tmp_path / "no-prism"
+    said = refused(invoke("run", recipe, "--runner", "prism", "--prism-location", where, "--dir", tmp_path / "run"))
+    assert str(where) in said and "go install github.com/apache/beam" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_runners_says_what_is_usable_here_and_how_to_get_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "prism"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("GOPATH", str(tmp_path / "go"))
+    monkeypatch.setattr("apache_beam.runners.portability.prism_runner.PrismJobServer.BIN_CACHE", str(tmp_path / "none"))
+    prism = lambda: {row["runner"]: row for row in json.loads(invoke("runners", "--json").stdout)}["prism"]
+    assert not prism()["usable"] and "go install" in prism()["how"]
+    program.touch(mode=0o755)
+    assert prism()["usable"] and prism()["how"] == str(program)
+    assert "colocated" in invoke("runners").output
+
+
 def test_a_misspelt_option_is_refused_with_the_nearest() -> None:
     result = invoke("evaluate", "runs/x", "--versoin", "3")
     assert "--version" in refused(result)
@@ -137,6 +185,15 @@ def test_a_folder_without_a_run_is_refused_and_not_made(tmp_path: Path, argument
     command, *options = arguments
     assert "holds no run" in refused(invoke(command, tmp_path / "nowhere", *options))
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_the_ledger_ends_with_exit_code_1_where_it_does_not_add_up(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    assert invoke("inspect", tmp_path / "run", "--ledger").exit_code == 0
+    assert json.loads(invoke("inspect", tmp_path / "run", "--ledger", "--json").stdout)["problems"] == []
+    (tmp_path / "run/steps/00000001.json").unlink()
+    broken = invoke("inspect", tmp_path / "run", "--ledger")
+    assert broken.exit_code == 1 and "does not add up" in broken.output
 
 
 def test_inspect_prints_tables_or_json(tmp_path: Path) -> None:
