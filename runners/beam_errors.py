@@ -9,13 +9,14 @@ Left out on purpose: errors in workers that are other processes. Only their text
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from schemas.errors import UserError
 
-_LOGS_WHAT_WAS_RAISED = "apache_beam.runners.common"
-_LOGS_IT_AGAIN = "apache_beam.runners.worker.sdk_worker"
+# They log what a stage raised, from within the handling of it, on the thread that ran the stage.
+_LOGGERS = ("apache_beam.runners.common", "apache_beam.runners.worker.sdk_worker")
 
 
 @contextmanager
@@ -25,13 +26,14 @@ def errors_as_raised() -> Iterator[None]:
     raised: list[BaseException] = []
 
     def keep(record: logging.LogRecord) -> bool:
-        raised.extend(error for error in [record.exc_info and record.exc_info[1]] if isinstance(error, BaseException))
+        handled = sys.exc_info()[1]
+        if handled is not None:
+            raised.append(original_error(handled))
         return False
 
-    logger, other = logging.getLogger(_LOGS_WHAT_WAS_RAISED), logging.getLogger(_LOGS_IT_AGAIN)
-    level = other.level
-    logger.addFilter(keep)
-    other.setLevel(logging.CRITICAL)
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    for logger in loggers:
+        logger.addFilter(keep)
     try:
         yield
     except Exception as error:
@@ -40,8 +42,8 @@ def errors_as_raised() -> Iterator[None]:
             raise
         raise original from None
     finally:
-        logger.removeFilter(keep)
-        other.setLevel(level)
+        for logger in loggers:
+            logger.removeFilter(keep)
 
 
 def _is_told(error: BaseException) -> bool:

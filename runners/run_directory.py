@@ -40,6 +40,8 @@ def prepare_run(store: RunStore, recipe: Recipe, *, resume: bool) -> None:
 
 
 def _recognise(store: RunStore, recipe: Recipe) -> None:
+    if not store.exists(run_layout.CONFIG):
+        raise UserError(store.location, "holds no run to resume.", "Check the path, or start without resuming.")
     changed = differences(recipe_of(store), recipe)
     if changed:
         raise UserError(
@@ -56,7 +58,11 @@ def recipe_of(store: RunStore) -> Recipe:
       UserError: there is no run, or its recipe cannot be read.
     """
     if not store.exists(run_layout.CONFIG):
-        raise UserError(store.location, "holds no run to resume.", "Check the path, or start without resuming.")
+        raise UserError(
+            store.location,
+            f"holds no run: there is no {run_layout.CONFIG}.",
+            "Check the path, or make it with rollstream begin.",
+        )
     return recipe_from_json(store.get(run_layout.CONFIG), f"{store.location}/{run_layout.CONFIG}")
 
 

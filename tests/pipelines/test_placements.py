@@ -7,13 +7,20 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 
 from runners.ledger import TRAINED, Ledger, ledger_of
 from runners.processes import Launcher, Task
+from runners.profiles import PROFILES
+from runners.run_directory import prepare_run
+from schemas import run_layout
+from schemas.errors import UserError
 from schemas.metrics import read_metrics
 from schemas.recipe import Recipe
 from schemas.recipe_io import recipe_to_json
@@ -21,7 +28,7 @@ from schemas.store import RunStore
 from stages.prompts.datasets import DATA_VARIABLE
 from tests.pipelines import placed
 from tests.pipelines.placed import Placement, Process, processes_of, wait_until
-from tests.pipelines.tiny_runs import ELEMENTS, tiny_recipe
+from tests.pipelines.tiny_runs import ELEMENTS, begin, tiny_recipe
 
 PLACEMENTS = ("colocated", "local", "prism")
 OUTSIDE = ("local", "prism")  # those with the trainer in a process of its own
@@ -95,11 +102,39 @@ def test_a_run_ends_with_every_prompt_trained_once_and_none_older_than_the_bound
 
 
 @pytest.mark.slow
+def test_prism_works_on_several_elements_of_a_generator_at_once(tmp_path: Path) -> None:
+    recipe = tiny_recipe(rollout={"max_lag": 1, "elements_per_step": 4}, evaluation={"every": 0})
+    placed.placement("prism").run(recipe, tmp_path / "run")
+    whole_ledger(tmp_path / "run")
+    events = read_metrics(RunStore.open(tmp_path / "run"), "rollout")
+    begins = [(event.time - event.values["rollout/seconds"], 1) for event in events]
+    ends = [(event.time, -1) for event in events]
+    in_flight = list(accumulate(change for _, change in sorted(begins + ends)))
+    assert 1 < max(in_flight) <= PROFILES["prism"].elements_at_once
+
+
+@pytest.mark.slow
+def test_what_the_user_can_mend_ends_a_generator_with_its_own_words(
+    placement_of_processes: Placement, tmp_path: Path
+) -> None:
+    """Also where the runner passes on the text of an error alone."""
+    run = tmp_path / "run"
+    prepare_run(RunStore.open(run), recipe_of(), resume=False)
+    begin(run, recipe_of())
+    RunStore.open(run).put_new(run_layout.pin(0, 0), b"torn")
+    options = ["--prism-location", placement_of_processes.prism] if placement_of_processes.prism else []
+    task = Task("rollout", ("rollout", str(run), "--runner", placement_of_processes.name, *options))
+    said: list[str] = []
+    with pytest.raises(UserError, match=r"^rollout: pins/step-00000000/0000\.json: is not whole JSON"):
+        Launcher([task], run, said.append, lambda: 0).run()
+    assert said == []
+    assert processes_of(run) == []
+
+
+@pytest.mark.slow
 def test_a_share_that_two_generators_have_is_sampled_once(tmp_path: Path) -> None:
     """As where a host is given up and its share started elsewhere, while the lost one still lives."""
     run = tmp_path / "run"
-    from runners.run_directory import prepare_run
-
     prepare_run(RunStore.open(run), recipe_of(), resume=False)
     rollout = ("rollout", str(run), "--share")
     tasks = [
@@ -171,6 +206,21 @@ class Started:
         assert found, f"{part} never came: {self.said}"
         os.kill(found[0].pid, signal.SIGKILL)
 
+    def kill_one(self, victim: Process) -> bool:
+        """Kills a process of the run, and starts the run again if that was its launcher; False if it had just ended."""
+        with suppress(ProcessLookupError):
+            os.kill(victim.pid, signal.SIGKILL)
+            if self.is_launcher(victim):
+                assert self.launcher is not None
+                self.launcher.wait()
+                wait_until(lambda: processes_of(self.run) == [])
+                self.start()
+            return True
+        return False
+
+    def is_launcher(self, process: Process) -> bool:
+        return "tests.pipelines.placed" in process.command
+
     def kill_launcher(self) -> None:
         assert self.launcher is not None
         self.launcher.kill()
@@ -189,7 +239,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Started] = []
 
     def begin(placement: Placement, recipe: Recipe) -> Started:
-        started.append(Started(placement, recipe, tmp_path))
+        folder = tmp_path / f"{len(started)}"
+        folder.mkdir()
+        started.append(Started(placement, recipe, folder))
         started[-1].start()
         return started[-1]
 
@@ -246,31 +298,37 @@ def test_an_interrupted_run_ends_all_its_processes_and_is_resumed(
     whole_ledger(run.run)
 
 
-KILLS = 20
+BURSTS, KILLS_IN_A_BURST = 7, 3
 
 
 @pytest.mark.slow
-def test_a_run_survives_twenty_kills_of_any_of_its_processes(placement_of_processes: Placement, start: Start) -> None:
-    """Each a moment after the run got further, or a process was started again: in the midst of whatever comes then."""
+def test_runs_survive_twenty_kills_of_any_of_their_processes(placement_of_processes: Placement, start: Start) -> None:
+    """At random moments, three at a time once a run has got further: in the midst of work, and of being started again.
+
+    A run that is over before all kills have come is followed by the next.
+    """
     draw = random.Random(5)
-    run = start(placement_of_processes, recipe_of(steps=60))
-    launchers_killed = 0
-    for _ in range(KILLS):
-        seen, moment = run.shards(), draw.uniform(0.0, 1.0)
-        wait_until(lambda seen=seen: run.shards() > seen or run.is_over)  # type: ignore[misc]
-        assert not run.is_over, f"the run is too short for so many kills: {run.said}"
-        with pytest.raises(AssertionError):
-            wait_until(lambda: run.is_over, seconds=moment)
-        victim = draw.choice(processes_of(run.run))
-        os.kill(victim.pid, signal.SIGKILL)
-        if run.launcher is not None and victim.pid == run.launcher.pid:
-            run.launcher.wait()
-            launchers_killed += 1
-            wait_until(lambda: processes_of(run.run) == [])
-            run.start()
-    run.end()
-    whole_ledger(run.run)
-    assert not RunStore.open(run.run).list("quarantine")
-    assert_nothing_is_left(run.run)
+    runs = [start(placement_of_processes, recipe_of(steps=20))]
+    kills = launchers_killed = 0
+    while kills < BURSTS * KILLS_IN_A_BURST:
+        run = runs[-1]
+        seen = run.shards()
+        wait_until(lambda run=run, seen=seen: run.shards() > seen or run.is_over)  # type: ignore[misc]
+        for _ in range(KILLS_IN_A_BURST):
+            time.sleep(draw.uniform(0.0, 1.0))
+            victims = processes_of(run.run)
+            if run.is_over or not victims:
+                break
+            victim = draw.choice(victims)
+            kills += run.kill_one(victim)
+            launchers_killed += run.is_launcher(victim)
+        if run.is_over:
+            run.end()
+            runs.append(start(placement_of_processes, recipe_of(steps=20)))
+    runs[-1].end()
     assert launchers_killed, "the launcher was never drawn"
-    assert len(list(run.run.glob("trajectories/*/*.arrow"))) == 60 * ELEMENTS
+    for run in runs:
+        whole_ledger(run.run)
+        assert not RunStore.open(run.run).list("quarantine")
+        assert_nothing_is_left(run.run)
+        assert len(list(run.run.glob("trajectories/*/*.arrow"))) == 20 * ELEMENTS
