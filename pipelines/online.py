@@ -13,7 +13,8 @@ Left out on purpose: where it runs (`runners/`). What a runner asks of the graph
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import apache_beam as beam
 from apache_beam.pvalue import PBegin
@@ -42,10 +43,13 @@ class GraphShape:
     Attributes:
       boundaries: which of `BOUNDARIES` are on.
       deferral: how the source waits for a policy.
+      rollout_hints: resources of the sampling step alone, by Beam's names of them ("accelerator", "min_ram"); a runner
+        that heeds them gives that step workers of its own.
     """
 
     boundaries: frozenset[str] = frozenset()
     deferral: Deferral = SHORT_NAPS
+    rollout_hints: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if unknown := self.boundaries - set(BOUNDARIES):
@@ -85,7 +89,10 @@ def sample_shards(
     """
     register_record_coders()
     prompts = start | "AdmitPrompts" >> AdmitPrompts(recipe, run, share, shape.deferral)
-    rollouts = _cut(prompts, "AfterAdmitPrompts", shape) | "Rollout" >> Rollout(recipe, run)
+    rollout = Rollout(recipe, run)
+    if shape.rollout_hints:
+        rollout = rollout.with_resource_hints(**shape.rollout_hints)
+    rollouts = _cut(prompts, "AfterAdmitPrompts", shape) | "Rollout" >> rollout
     packed = (
         _cut(rollouts, "AfterRollout", shape)
         | "Reward" >> Reward(recipe, run)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipelines.online import FUSED, GraphShape
+from pipelines.online import BOUNDARIES, FUSED, GraphShape
 from schemas.errors import UserError
 from stages.prompts.source import Deferral
 
@@ -68,6 +68,30 @@ PROFILES = {
                 deferral=Deferral(delay_seconds=0.1, hold_seconds=0.0),
             ),
             flags=("--environment_type=LOOPBACK", "--streaming"),
+            elements_at_once=8,
+        ),
+        RunnerProfile(
+            name="flink",
+            summary="Apache Flink, and the trainer a process beside it",
+            beam_runner="FlinkRunner",
+            trains_itself=False,
+            # Flink tries bundles again. What a stage with side effects is given must be the same each time.
+            shape=GraphShape(boundaries=frozenset(BOUNDARIES), deferral=Deferral(delay_seconds=0.5, hold_seconds=0.0)),
+            # One SDK process for each task manager: it holds one engine, which all slots share.
+            flags=("--streaming", "--checkpointing_interval=10000", "--parallelism=1", "--sdk_worker_parallelism=1"),
+        ),
+        RunnerProfile(
+            name="dataflow",
+            summary="Google Cloud Dataflow, and the trainer on a machine beside it",
+            beam_runner="DataflowRunner",
+            trains_itself=False,
+            shape=GraphShape(boundaries=frozenset(BOUNDARIES), deferral=Deferral(delay_seconds=1.0, hold_seconds=0.0)),
+            flags=(
+                "--streaming",
+                "--sdk_location=container",  # the image has everything; nothing is installed when a worker starts
+                "--experiments=no_use_multiple_sdk_containers",  # one process, and so one engine, for each worker
+                "--number_of_worker_harness_threads=8",
+            ),
             elements_at_once=8,
         ),
     )
