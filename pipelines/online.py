@@ -89,7 +89,7 @@ def sample_shards(
     """
     register_record_coders()
     prompts = start | "AdmitPrompts" >> AdmitPrompts(recipe, run, share, shape.deferral)
-    rollout = Rollout(recipe, run)
+    rollout: beam.PTransform = Rollout(recipe, run)
     if shape.rollout_hints:
         rollout = rollout.with_resource_hints(**shape.rollout_hints)
     rollouts = _cut(prompts, "AfterAdmitPrompts", shape) | "Rollout" >> rollout

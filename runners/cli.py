@@ -14,7 +14,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
@@ -50,7 +50,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-RunArgument = Annotated[Path, typer.Argument(help="The run's directory, such as runs/frozen_lake.", metavar="RUN")]
+RunArgument = Annotated[
+    str, typer.Argument(help="The run's directory, such as runs/frozen_lake or s3://bucket/frozen_lake.", metavar="RUN")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Overrides = Annotated[
     list[str] | None,
@@ -140,7 +142,18 @@ PrismOption = Annotated[
 ]
 RecipeArgument = Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="RECIPE")]
 DirectoryOption = Annotated[
-    Path | None, typer.Option("--dir", help="The run's directory. Default: runs/<name of the recipe>.")
+    str | None,
+    typer.Option("--dir", help="The run's directory, or s3://, gs://, az://. Default: runs/<name of the recipe>."),
+]
+BeamFlags = Annotated[
+    list[str] | None,
+    typer.Option("--beam-flag", help="A flag for Beam's runner, such as --parallelism=4. Repeatable.", metavar="FLAG"),
+]
+AcceleratorOption = Annotated[
+    str | None,
+    typer.Option(
+        "--accelerator", help="Dataflow: of the sampling step alone, such as type:nvidia-l4;count:1.", metavar="TYPE"
+    ),
 ]
 
 
@@ -164,6 +177,11 @@ def run(
         int, typer.Option(help="Processes that sample, each its share; not with colocated.", min=1)
     ] = 1,
     prism_location: PrismOption = None,
+    beam_flags: BeamFlags = None,
+    accelerator: AcceleratorOption = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Dataflow: print the job that would be submitted, and start nothing.")
+    ] = False,
 ) -> None:
     """Trains a policy, and shows how well it does on prompts that it never trained on.
 
@@ -173,15 +191,18 @@ def run(
     from schemas.recipe_io import load_recipe
 
     resolved = load_recipe(recipe, overrides or [])
-    location = directory or Path("runs") / resolved.name
+    location = directory or f"runs/{resolved.name}"
+    placement = _Placement(runner, generators, prism_location, tuple(beam_flags or ()), accelerator)
+    if dry_run:
+        _show_submission(resolved, location, placement)
+        return
     _refuse_early(location, resolved, resume)
     try:
-        _run(resolved, location, resume, _Placement(runner, generators, prism_location))
+        _run(resolved, location, resume, placement)
     except KeyboardInterrupt:
-        options = ["--dir", str(directory)] if directory else []
-        options += ["--runner", runner] if runner != "colocated" else []
+        options = ["--dir", directory] if directory else []
         options += ["--generators", str(generators)] if generators > 1 else []
-        options += ["--prism-location", prism_location] if prism_location else []
+        options += ["--runner", runner, *placement.options()] if runner != "colocated" else []
         arguments = shlex.join([str(recipe), *(overrides or []), *options, "--resume"])
         _leave_interrupted(f"Go on with:  rollstream run {arguments}")
 
@@ -191,35 +212,55 @@ class _Placement:
     """What the command line says of where a run runs."""
 
     runner: str
-    generators: int
-    prism_location: str | None
+    generators: int = 1
+    prism_location: str | None = None
+    beam_flags: tuple[str, ...] = ()
+    accelerator: str | None = None
+
+    def options(self) -> list[str]:
+        """What a generator has to be told of it, as on its command line."""
+        named = [("--prism-location", self.prism_location), ("--accelerator", self.accelerator)]
+        named += [("--beam-flag", flag) for flag in self.beam_flags]
+        return [f"{name}={value}" for name, value in named if value is not None]
+
+    def profile(self) -> RunnerProfile:
+        """Raises UserError if there is no such runner, or it cannot give what is asked for."""
+        from runners.profiles import profile_of
+
+        profile = profile_of(self.runner)
+        if self.accelerator is not None:
+            from runners.dataflow import with_accelerator
+
+            profile = with_accelerator(profile, self.accelerator, self.beam_flags)
+        return profile
 
 
-def _refuse_early(location: Path, recipe: Recipe, resume: bool) -> None:
+def _refuse_early(location: str, recipe: Recipe, resume: bool) -> None:
     """The commonest refusals, before seconds of imports. The run itself decides; this only says it sooner."""
     from schemas.recipe_io import differences, recipe_from_json
     from schemas.run_layout import CONFIG
+    from schemas.store import RunStore
 
-    config = location / CONFIG
-    if not resume and config.exists():
+    store = RunStore.open(location)
+    begun = store.exists(CONFIG)
+    if not resume and begun:
         way_out = "Add --resume to go on with it, or name another with --dir."
-        raise UserError(str(location), "already holds a run.", way_out)
-    if resume and not config.exists():
-        raise UserError(str(location), "holds no run to resume.", "Check --dir, or leave out --resume.")
-    if resume and (changed := differences(recipe_from_json(config.read_bytes(), str(config)), recipe)):
+        raise UserError(location, "already holds a run.", way_out)
+    if resume and not begun:
+        raise UserError(location, "holds no run to resume.", "Check --dir, or leave out --resume.")
+    if resume and (changed := differences(recipe_from_json(store.get(CONFIG), f"{location}/{CONFIG}"), recipe)):
         raise UserError(
-            str(location),
+            location,
             f"holds a run of another recipe: {'; '.join(changed)}.",
             "Resume with the same recipe and changes that it was begun with, or name another directory with --dir.",
         )
 
 
-def _run(recipe: Recipe, location: Path, resume: bool, placement: _Placement) -> None:
-    from runners.profiles import profile_of
+def _run(recipe: Recipe, location: str, resume: bool, placement: _Placement) -> None:
     from runners.progress import Progress
     from schemas.store import RunStore
 
-    profile = profile_of(placement.runner)
+    profile = placement.profile()
     console = console_out()
     store = RunStore.open(location)
     train = _train_here if profile.trains_itself else _train_in_processes
@@ -230,7 +271,7 @@ def _run(recipe: Recipe, location: Path, resume: bool, placement: _Placement) ->
 
 
 def _train_here(
-    recipe: Recipe, location: Path, resume: bool, profile: RunnerProfile, placement: _Placement, console: Console
+    recipe: Recipe, location: str, resume: bool, profile: RunnerProfile, placement: _Placement, console: Console
 ) -> None:
     from pipelines.evaluate import LearningCurve
     from runners import colocated
@@ -246,11 +287,12 @@ def _train_here(
 
 
 def _train_in_processes(
-    recipe: Recipe, location: Path, resume: bool, profile: RunnerProfile, placement: _Placement, console: Console
+    recipe: Recipe, location: str, resume: bool, profile: RunnerProfile, placement: _Placement, console: Console
 ) -> None:
     from runners import processes
 
-    prism = _prism(profile, placement.prism_location)
+    _check_reachable(profile, location)
+    placement = replace(placement, prism_location=_prism(profile, placement.prism_location))
     say = lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
     processes.run(
         recipe,
@@ -258,7 +300,7 @@ def _train_in_processes(
         profile,
         resume=resume,
         generators=placement.generators,
-        generator_options=["--prism-location", prism] if prism else [],
+        generator_options=placement.options(),
         say=say,
     )
 
@@ -272,7 +314,23 @@ def _prism(profile: RunnerProfile, location: str | None) -> str | None:
     return get_prism(location)
 
 
-def _finish(recipe: Recipe, location: Path, console: Console) -> None:
+def _check_reachable(profile: RunnerProfile, location: str) -> None:
+    if profile.beam_runner == "DataflowRunner":
+        from runners.dataflow import check_location
+
+        check_location(location)
+
+
+def _show_submission(recipe: Recipe, location: str, placement: _Placement) -> None:
+    profile = placement.profile()
+    if profile.beam_runner != "DataflowRunner":
+        raise UserError("--dry-run", f"--runner {profile.name} submits nothing.", "Use it with --runner dataflow.")
+    from runners.dataflow import translate
+
+    print_json(translate(recipe, location, profile, flags=placement.beam_flags).to_json())
+
+
+def _finish(recipe: Recipe, location: str, console: Console) -> None:
     """The results on held-out prompts, kept in the run directory, printed and drawn."""
     from pipelines.evaluate import open_run, run_results
     from runners.curve import curve_of, draw
@@ -286,7 +344,7 @@ def _finish(recipe: Recipe, location: Path, console: Console) -> None:
     shared.store.put(RESULTS, to_json(results.to_json(), indent=2).encode() + b"\n")
     shared.store.put(CURVE, draw(curve_of(shared.store, recipe, results)))
     console.print(results_table(results))
-    console.print(Text.assemble("\nrun directory   ", (str(location), "bold"), f"\nlearning curve  {location / CURVE}"))
+    console.print(Text.assemble("\nrun directory   ", (location, "bold"), f"\nlearning curve  {location}/{CURVE}"))
     console.print(Text(f"look into it    rollstream inspect {location}", style="dim"))
 
 
@@ -307,7 +365,7 @@ def begin(recipe: RecipeArgument, overrides: Overrides = None, directory: Direct
     from schemas.store import RunStore
 
     resolved = load_recipe(recipe, overrides or [])
-    location = directory or Path("runs") / resolved.name
+    location = directory or f"runs/{resolved.name}"
     prepare_run(RunStore.open(location), resolved, resume=False)
     console_out().print(f"run {resolved.name} in {location}", markup=False, highlight=False, soft_wrap=True)
 
@@ -324,6 +382,8 @@ def rollout(
     share: Annotated[str, typer.Option(help="Which part of the run to sample: I/N, from 1/N to N/N.")] = "1/1",
     runner: RunnerOption = "local",
     prism_location: PrismOption = None,
+    beam_flags: BeamFlags = None,
+    accelerator: AcceleratorOption = None,
 ) -> None:
     """Samples a share of a run, as far ahead of its trainer as the recipe allows, until the run is over.
 
@@ -331,12 +391,15 @@ def rollout(
     one still lives: whoever commits an element first has it.
     """
     from runners.generator import generate
-    from runners.profiles import profile_of
 
-    profile, part = profile_of(runner), _share(share)
+    part = _share(share)
+    placement = _Placement(runner, 1, prism_location, tuple(beam_flags or ()), accelerator)
+    profile = placement.profile()
+    _check_reachable(profile, run)
     prism = _prism(profile, prism_location)
+    flags = [f"--prism_location={prism}"] if prism else []
     try:
-        generate(run, profile, part, [f"--prism_location={prism}"] if prism else [])
+        generate(run, profile, part, [*flags, *placement.beam_flags])
     except KeyboardInterrupt:
         _leave_interrupted("What is committed stays: start it again at any time.")
 
@@ -434,7 +497,7 @@ def replay(
     run: RunArgument,
     overrides: Overrides = None,
     to: Annotated[
-        Path | None, typer.Option("--to", help="Keep the new weights and metrics in this empty directory.")
+        str | None, typer.Option("--to", help="Keep the new weights and metrics in this empty directory.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -51,14 +51,19 @@ def check_location(location: str) -> None:
         )
 
 
-def with_accelerator(profile: RunnerProfile, accelerator: str | None, flags: Sequence[str]) -> RunnerProfile:
+def with_accelerator(profile: RunnerProfile, accelerator: str, flags: Sequence[str]) -> RunnerProfile:
     """The profile whose sampling step alone has the accelerator ("right fitting").
 
     Raises:
-      UserError: every worker has one already, by the flags: Dataflow would give the step two.
+      UserError: the runner has no right fitting; or every worker has one already, by the flags, and the step would get
+        two.
     """
-    if accelerator is None:
-        return profile
+    if profile.beam_runner != "DataflowRunner":
+        raise UserError(
+            f"--accelerator {accelerator}",
+            f"--runner {profile.name} does not give steps workers of their own.",
+            "Leave it out: JAX takes the accelerators that it finds.",
+        )
     if any(WORKER_WIDE in flag for flag in flags):
         raise UserError(
             f"--accelerator {accelerator}",
@@ -84,19 +89,24 @@ def translate(
         options = PipelineOptions(
             [*profile.flags, *flags, "--runner=DataflowRunner", "--dry_run=True", "--no_auth"], save_main_session=False
         )
-        pipeline = beam.Pipeline(runner=_dataflow_runner(), options=options)
+        runner = _dataflow_runner()
+        pipeline = beam.Pipeline(runner=runner, options=options)
         _ = sample_shards(pipeline, recipe, location, share, profile.shape)
         try:
-            job = pipeline.run().job
+            job = _job_of(pipeline.run())
         except ValueError as error:
             raise UserError("--runner dataflow", f"{error}", "Give Beam's flags with --beam-flag.") from error
-        return Submission(_described(job, options, Path(folder)), _steps(pipeline.runner.proto_pipeline))
+        return Submission(_described(job, options, Path(folder)), _steps(runner.proto_pipeline))
 
 
-def _dataflow_runner() -> beam.runners.runner.PipelineRunner:
+def _job_of(result: Any) -> Any:
+    return result.job
+
+
+def _dataflow_runner() -> Any:
     try:
+        import google.auth  # noqa: F401
         from apache_beam.runners.dataflow.dataflow_runner import DataflowRunner
-        from apache_beam.runners.dataflow.internal import apiclient  # noqa: F401
     except ImportError as error:
         raise UserError(
             "--runner dataflow", f"needs what is not installed ({error}).", "pip install 'rollstream[gcp]'"

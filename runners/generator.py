@@ -14,10 +14,11 @@ from pathlib import Path
 import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
-from apache_beam.runners.runner import PipelineRunner
+from apache_beam.runners.runner import PipelineRunner, create_runner
 
 from pipelines.online import sample_shards
 from runners.beam_errors import errors_as_raised
+from runners.flink import job_server_flags
 from runners.fusion import check_fusion
 from runners.presence import present
 from runners.prism import TetheredPrismRunner
@@ -45,11 +46,10 @@ def generate(
     location = str(location)
     store = RunStore.open(location)
     recipe = recipe_of(store)
+    flags = [*profile.flags, *(job_server_flags() if profile.beam_runner == "FlinkRunner" else ()), *beam_flags]
     role = f"rollout-{share.index + 1}-of-{share.of}"
     with present(store, role), fresh_runtime(location, recipe):
-        pipeline = beam.Pipeline(
-            runner=_runner(profile), options=PipelineOptions([*profile.flags, *beam_flags], save_main_session=False)
-        )
+        pipeline = beam.Pipeline(runner=_runner(profile), options=PipelineOptions(flags, save_main_session=False))
         _ = sample_shards(pipeline, recipe, location, share, profile.shape)
         if not profile.shape.boundaries:
             check_fusion(pipeline)
@@ -58,4 +58,8 @@ def generate(
 
 
 def _runner(profile: RunnerProfile) -> PipelineRunner:
-    return {"FnApiRunner": FnApiRunner, "PrismRunner": TetheredPrismRunner}[profile.beam_runner]()
+    if profile.beam_runner == "FnApiRunner":
+        return FnApiRunner()
+    if profile.beam_runner == "PrismRunner":
+        return TetheredPrismRunner()
+    return create_runner(profile.beam_runner)

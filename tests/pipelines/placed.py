@@ -49,17 +49,22 @@ def _say(line: str) -> None:
 
 def placement(name: str) -> Placement:
     """The placement as tests use it; skips a test whose runner is not here, unless it is required."""
-    if name != "prism":
-        return Placement(name, generators=2 if name == "local" else 1)
+    from runners import flink
     from runners.prism import HOW_TO_GET_IT, find_prism
 
-    prism = find_prism()
-    if prism is None:
-        reason = f"Prism is not on this machine. Get it with Go, and put it on the PATH: {HOW_TO_GET_IT}"
-        if name in os.environ.get(REQUIRED, "").split(","):
-            pytest.fail(reason)
-        pytest.skip(reason)
-    return Placement(name, prism=prism)
+    prism = find_prism() if name == "prism" else None
+    if name == "prism" and prism is None:
+        skip(name, f"Prism is not on this machine. Get it with Go, and put it on the PATH: {HOW_TO_GET_IT}")
+    if name == "flink" and flink.job_server() is None:
+        skip(name, f"There is no Flink here. To have one, {flink.HOW_TO_GET_IT}.")
+    return Placement(name, generators=2 if name == "local" else 1, prism=prism)
+
+
+def skip(name: str, reason: str) -> None:
+    """Skips a test because of what is not here, or fails it where that is required."""
+    if name in os.environ.get(REQUIRED, "").split(","):
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 240.0) -> None:

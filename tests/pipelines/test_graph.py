@@ -13,9 +13,15 @@ from stages.prompts.shares import WHOLE_RUN, Share
 from tests.pipelines.tiny_runs import tiny_recipe
 
 STAGES = ["AdmitPrompts", "Rollout", "Reward", "GroupByPrompt", "Pack", "WriteShards"]
+ORDER = [
+    *("AdmitPrompts", "AfterAdmitPrompts", "Rollout", "AfterRollout", "Reward", "GroupByPrompt", "Pack"),
+    *("BeforeWriteShards", "WriteShards"),
+]
 LABELS = {
     "colocated": STAGES,
     "local": STAGES,
+    "flink": ORDER,
+    "dataflow": ORDER,
     "prism": ["AdmitPrompts", "AfterAdmitPrompts", "Rollout", "AfterRollout", *STAGES[2:]],
 }
 

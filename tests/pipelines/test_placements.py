@@ -30,7 +30,7 @@ from tests.pipelines import placed
 from tests.pipelines.placed import Placement, Process, processes_of, wait_until
 from tests.pipelines.tiny_runs import ELEMENTS, begin, tiny_recipe
 
-PLACEMENTS = ("colocated", "local", "prism")
+PLACEMENTS = ("colocated", "local", "prism", "flink")
 OUTSIDE = ("local", "prism")  # those with the trainer in a process of its own
 REPOSITORY = Path(__file__).parents[2]
 

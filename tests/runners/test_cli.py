@@ -124,7 +124,7 @@ def test_a_share_that_is_none_is_refused(tmp_path: Path, share: str) -> None:
 
 def test_an_unknown_runner_is_refused_with_the_known_ones(recipe: Path, tmp_path: Path) -> None:
     said = refused(invoke("run", recipe, "--runner", "spark", "--dir", tmp_path / "run"))
-    assert "spark" in said and "colocated, local, prism" in said
+    assert "spark" in said and "colocated, local, prism, flink, dataflow" in said
     assert not (tmp_path / "run").exists()
 
 
