@@ -5,6 +5,7 @@ Left out on purpose: waiting for jobs and draining them (`gcloud dataflow jobs` 
 
 from __future__ import annotations
 
+import importlib
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -105,7 +106,7 @@ def _job_of(result: Any) -> Any:
 
 def _dataflow_runner() -> Any:
     try:
-        import google.auth  # noqa: F401
+        importlib.import_module("google.auth")
         from apache_beam.runners.dataflow.dataflow_runner import DataflowRunner
     except ImportError as error:
         raise UserError(
