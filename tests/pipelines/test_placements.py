@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from runners import colocated
 from runners.ledger import TRAINED, Ledger, ledger_of
 from runners.processes import Launcher, Task
 from runners.profiles import PROFILES
@@ -26,6 +27,7 @@ from schemas.recipe import Recipe
 from schemas.recipe_io import recipe_to_json
 from schemas.store import RunStore
 from stages.prompts.datasets import DATA_VARIABLE
+from stages.train import StepReport
 from tests.pipelines import placed
 from tests.pipelines.placed import Placement, Process, processes_of, wait_until
 from tests.pipelines.tiny_runs import ELEMENTS, begin, tiny_recipe
@@ -82,7 +84,6 @@ def assert_nothing_is_left(run: Path) -> None:
 # Undisturbed
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_a_run_ends_with_every_prompt_trained_once_and_none_older_than_the_bound(
     placement: Placement, max_lag: int, tmp_path: Path
@@ -101,6 +102,21 @@ def test_a_run_ends_with_every_prompt_trained_once_and_none_older_than_the_bound
     assert_nothing_is_left(run)
 
 
+def test_a_run_that_was_begun_on_one_placement_is_finished_on_another(
+    placement_of_processes: Placement, tmp_path: Path
+) -> None:
+    def interrupt(report: StepReport) -> None:
+        if report.step == 1:
+            raise KeyboardInterrupt
+
+    run = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        colocated.run(recipe_of(), run, after_step=[interrupt])
+    placement_of_processes.run(recipe_of(), run, resume=True)
+    whole_ledger(run)
+    assert_nothing_is_left(run)
+
+
 @pytest.mark.slow
 def test_prism_works_on_several_elements_of_a_generator_at_once(tmp_path: Path) -> None:
     recipe = tiny_recipe(rollout={"max_lag": 1, "elements_per_step": 4}, evaluation={"every": 0})
@@ -113,7 +129,6 @@ def test_prism_works_on_several_elements_of_a_generator_at_once(tmp_path: Path) 
     assert 1 < max(in_flight) <= PROFILES["prism"].elements_at_once
 
 
-@pytest.mark.slow
 def test_what_the_user_can_mend_ends_a_generator_with_its_own_words(
     placement_of_processes: Placement, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from schemas.errors import DamagedDataError, UserError
 from schemas.run_layout import CURVE, RESULTS
 from stages.prompts.datasets import DATA_VARIABLE
 from stages.runtime import release
+from tests.pipelines.placed import processes_of
 from tests.pipelines.tiny_runs import ALPHABET, LARGEST_LAKE, copied, share_parts
 from tests.runners.written_run import write_run
 
@@ -334,8 +336,12 @@ def test_a_replay_refuses_to_change_the_sampling(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_ends_with_130_and_says_how_to_go_on(tmp_path: Path, recipe: Path) -> None:
-    command = [sys.executable, "-m", "runners.cli", "run", str(recipe), "trainer.steps=5000", "--dir", "run here"]
+@pytest.mark.parametrize(
+    "where", [[], pytest.param(["--runner", "local", "--beam-flag=--job_name=a b"], marks=pytest.mark.slow)]
+)
+def test_an_interrupted_run_ends_with_130_and_says_how_to_go_on(tmp_path: Path, recipe: Path, where: list[str]) -> None:
+    arguments = [str(recipe), "trainer.steps=5000", "--dir", "run here", *where]
+    command = [sys.executable, "-m", "runners.cli", "run", *arguments]
     process = subprocess.Popen(
         command,
         cwd=tmp_path,
@@ -353,6 +359,20 @@ def test_an_interrupted_run_ends_with_130_and_says_how_to_go_on(tmp_path: Path, 
     _, said = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Traceback" not in said
-    assert said.splitlines()[-1] == (
-        f"interrupted. Go on with:  rollstream run {recipe} trainer.steps=5000 --dir 'run here' --resume"
-    )
+    assert said.splitlines()[-1] == (f"interrupted. Go on with:  rollstream run {shlex.join([*arguments, '--resume'])}")
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_run_in_processes_shows_one_progress_and_ends_with_its_results(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    changes = ("rollout.elements_per_step=2", "rollout.max_lag=1")
+    result = invoke("run", recipe, *changes, "--runner", "local", "--generators", 2, "--dir", run)
+    assert result.exit_code == 0, result.output
+    assert "step 2/2" in result.output and "random weights" in result.output
+    assert (run / RESULTS).exists() and (run / CURVE).exists()
+    assert sorted(log.name for log in (run / "logs").iterdir()) == [
+        *("rollout-1-of-2.log", "rollout-2-of-2.log", "trainer.log"),
+    ]
+    assert invoke("inspect", run, "--ledger").exit_code == 0
+    assert processes_of(run) == []
