@@ -22,6 +22,7 @@ from rich.table import Table
 
 from jax_core.policies import tree_digest
 from runners import colocated
+from runners.run_directory import prepare_run, rare_garbage_collection
 from schemas.recipe import Recipe
 from schemas.recipe_io import load_recipe
 from stages.group import group
@@ -55,8 +56,8 @@ def run_bare(recipe: Recipe, folder: Path) -> tuple[float, str]:
     """Seconds, and the digest of the last policy."""
     shared = runtime(folder, recipe)
     started = time.perf_counter()
-    colocated.prepare_run(shared.store, recipe, resume=False)
-    with colocated.rare_garbage_collection():  # as the placement does: it is not what is measured here
+    prepare_run(shared.store, recipe, resume=False)
+    with rare_garbage_collection():  # as the placement does: it is not what is measured here
         bare_loop(shared, recipe)
     seconds = time.perf_counter() - started
     digest = shared.policies.commit(recipe.trainer.steps).digest

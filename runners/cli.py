@@ -1,4 +1,4 @@
-"""The command line: run, evaluate, replay, inspect.
+"""The command line: run, its parts (begin, rollout, train), evaluate, replay, inspect, runners.
 
 Nothing heavy is imported up here: `--help`, a typing error and the refusal of a recipe must not wait for JAX and Beam.
 
@@ -14,6 +14,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
@@ -23,14 +24,17 @@ from rich.text import Text
 
 from runners import models
 from runners.report import print_error, user_error_behind
+from runners.tether import hold_tether
 from schemas.errors import UserError
 
 if TYPE_CHECKING:
     from pipelines.replay import ReplayedStep
+    from runners.profiles import RunnerProfile
     from schemas.recipe import Recipe
     from schemas.records import SamplingRecord
+    from stages.prompts.shares import Share
 
-BAD_USE, INTERRUPTED, NOT_IDENTICAL = 2, 130, 1
+BAD_USE, INTERRUPTED, NOT_IDENTICAL, DOES_NOT_ADD_UP = 2, 130, 1, 1
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -59,6 +63,7 @@ Overrides = Annotated[
 
 def main() -> None:
     """The `rollstream` command."""
+    hold_tether()
     quiet_libraries()
     app()
 
@@ -127,22 +132,56 @@ def print_json(value: Any) -> None:
 # run ---------------------------------------------------------------------------------------------------------------
 
 
+RunnerOption = Annotated[
+    str, typer.Option("--runner", help="Where it runs: see [bold]rollstream runners[/].", metavar="RUNNER")
+]
+PrismOption = Annotated[
+    str | None,
+    typer.Option(
+        "--prism-location", help="Prism's program. Default: from the PATH, Go's folder, or downloaded.", metavar="PATH"
+    ),
+]
+RecipeArgument = Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="RECIPE")]
+DirectoryOption = Annotated[
+    str | None,
+    typer.Option("--dir", help="The run's directory, or s3://, gs://, az://. Default: runs/<name of the recipe>."),
+]
+BeamFlags = Annotated[
+    list[str] | None,
+    typer.Option("--beam-flag", help="A flag for Beam's runner, such as --parallelism=4. Repeatable.", metavar="FLAG"),
+]
+AcceleratorOption = Annotated[
+    str | None,
+    typer.Option(
+        "--accelerator", help="Dataflow: of the sampling step alone, such as type:nvidia-l4;count:1.", metavar="TYPE"
+    ),
+]
+
+
 @app.command(
     epilog="[bold]Examples[/]\n\n"
     "rollstream run recipes/frozen_lake.toml\n\n"
     "rollstream run recipes/frozen_lake.toml trainer.steps=20 seed=1 --dir runs/short\n\n"
+    "rollstream run recipes/frozen_lake.toml rollout.max_lag=1 --runner local --generators 2\n\n"
     "rollstream run recipes/frozen_lake.toml --resume     [dim]goes on where it was stopped[/]"
 )
 @reports_errors
 def run(
-    recipe: Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="RECIPE")],
+    recipe: RecipeArgument,
     overrides: Overrides = None,
-    directory: Annotated[
-        str | None,
-        typer.Option("--dir", help="The run's directory, or s3://, gs://, az://. Default: runs/<name of the recipe>."),
-    ] = None,
+    directory: DirectoryOption = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run that is in the directory, from where it stopped.")
+    ] = False,
+    runner: RunnerOption = "colocated",
+    generators: Annotated[
+        int, typer.Option(help="Processes that sample, each its share; not with colocated.", min=1)
+    ] = 1,
+    prism_location: PrismOption = None,
+    beam_flags: BeamFlags = None,
+    accelerator: AcceleratorOption = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Dataflow: print the job that would be submitted, and start nothing.")
     ] = False,
 ) -> None:
     """Trains a policy, and shows how well it does on prompts that it never trained on.
@@ -154,13 +193,47 @@ def run(
 
     resolved = load_recipe(recipe, overrides or [])
     location = directory or f"runs/{resolved.name}"
+    placement = _Placement(runner, generators, prism_location, tuple(beam_flags or ()), accelerator)
+    if dry_run:
+        _show_submission(resolved, location, placement)
+        return
     _refuse_early(location, resolved, resume)
     try:
-        _run(resolved, location, resume)
+        _run(resolved, location, resume, placement)
     except KeyboardInterrupt:
-        where = ["--dir", directory] if directory else []
-        arguments = shlex.join([str(recipe), *(overrides or []), *where, "--resume"])
+        options = ["--dir", directory] if directory else []
+        options += ["--generators", str(generators)] if generators > 1 else []
+        options += ["--runner", runner, *placement.options()] if runner != "colocated" else []
+        arguments = shlex.join([str(recipe), *(overrides or []), *options, "--resume"])
         _leave_interrupted(f"Go on with:  rollstream run {arguments}")
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """What the command line says of where a run runs."""
+
+    runner: str
+    generators: int = 1
+    prism_location: str | None = None
+    beam_flags: tuple[str, ...] = ()
+    accelerator: str | None = None
+
+    def options(self) -> list[str]:
+        """What a generator has to be told of it, as on its command line."""
+        named = [("--prism-location", self.prism_location), ("--accelerator", self.accelerator)]
+        named += [("--beam-flag", flag) for flag in self.beam_flags]
+        return [f"{name}={value}" for name, value in named if value is not None]
+
+    def profile(self) -> RunnerProfile:
+        """Raises UserError if there is no such runner, or it cannot give what is asked for."""
+        from runners.profiles import profile_of
+
+        profile = profile_of(self.runner)
+        if self.accelerator is not None:
+            from runners.dataflow import with_accelerator
+
+            profile = with_accelerator(profile, self.accelerator, self.beam_flags)
+        return profile
 
 
 def _refuse_early(location: str, recipe: Recipe, resume: bool) -> None:
@@ -184,24 +257,78 @@ def _refuse_early(location: str, recipe: Recipe, resume: bool) -> None:
         )
 
 
-def _run(recipe: Recipe, location: str, resume: bool) -> None:
+def _run(recipe: Recipe, location: str, resume: bool, placement: _Placement) -> None:
     from runners.progress import Progress
     from schemas.store import RunStore
 
+    profile = placement.profile()
     console = console_out()
     store = RunStore.open(location)
+    train = _train_here if profile.trains_itself else _train_in_processes
     console.print(Text(f"run {recipe.name} in {location}"))
     with Progress(store, recipe, console):
-        _train(recipe, location, resume)
+        train(recipe, location, resume, profile, placement, console)
     _finish(recipe, location, console)
 
 
-def _train(recipe: Recipe, location: str, resume: bool) -> None:
+def _train_here(
+    recipe: Recipe, location: str, resume: bool, profile: RunnerProfile, placement: _Placement, console: Console
+) -> None:
     from pipelines.evaluate import LearningCurve
     from runners import colocated
 
+    if placement.generators > 1:
+        raise UserError(
+            f"--generators {placement.generators}",
+            f"--runner {profile.name} samples in one process, which also trains.",
+            "Leave it out, or add --runner local.",
+        )
     curve = LearningCurve(location, recipe)
     colocated.run(recipe, location, resume=resume, after_warm_start=[curve.first], after_step=[curve.each])
+
+
+def _train_in_processes(
+    recipe: Recipe, location: str, resume: bool, profile: RunnerProfile, placement: _Placement, console: Console
+) -> None:
+    from runners import processes
+
+    _check_reachable(profile, location)
+    placement = replace(placement, prism_location=_prism(profile, placement.prism_location))
+    say = lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
+    processes.run(
+        recipe,
+        location,
+        profile,
+        resume=resume,
+        generators=placement.generators,
+        generator_options=placement.options(),
+        say=say,
+    )
+
+
+def _prism(profile: RunnerProfile, location: str | None) -> str | None:
+    """Path of Prism's program, if the runner is Prism: found, or downloaded, before anything is started."""
+    if profile.beam_runner != "PrismRunner":
+        return None
+    from runners.prism import get_prism
+
+    return get_prism(location)
+
+
+def _check_reachable(profile: RunnerProfile, location: str) -> None:
+    if profile.beam_runner == "DataflowRunner":
+        from runners.dataflow import check_location
+
+        check_location(location)
+
+
+def _show_submission(recipe: Recipe, location: str, placement: _Placement) -> None:
+    profile = placement.profile()
+    if profile.beam_runner != "DataflowRunner":
+        raise UserError("--dry-run", f"--runner {profile.name} submits nothing.", "Use it with --runner dataflow.")
+    from runners.dataflow import translate
+
+    print_json(translate(recipe, location, profile, flags=placement.beam_flags).to_json())
 
 
 def _finish(recipe: Recipe, location: str, console: Console) -> None:
@@ -220,6 +347,91 @@ def _finish(recipe: Recipe, location: str, console: Console) -> None:
     console.print(results_table(results))
     console.print(Text.assemble("\nrun directory   ", (location, "bold"), f"\nlearning curve  {location}/{CURVE}"))
     console.print(Text(f"look into it    rollstream inspect {location}", style="dim"))
+
+
+# The parts of a run, each alone ------------------------------------------------------------------------------------
+
+
+@app.command(
+    epilog="[bold]Examples[/]\n\n"
+    "rollstream begin recipes/frozen_lake.toml --dir /shared/lake     [dim]then, on as many hosts as you like:[/]\n\n"
+    "rollstream train /shared/lake\n\n"
+    "rollstream rollout /shared/lake --share 1/2"
+)
+@reports_errors
+def begin(recipe: RecipeArgument, overrides: Overrides = None, directory: DirectoryOption = None) -> None:
+    """Makes the directory of a run and starts nothing: its parts are started one by one, on this host or on others."""
+    from runners.run_directory import prepare_run
+    from schemas.recipe_io import load_recipe
+    from schemas.store import RunStore
+
+    resolved = load_recipe(recipe, overrides or [])
+    location = directory or f"runs/{resolved.name}"
+    prepare_run(RunStore.open(location), resolved, resume=False)
+    console_out().print(f"run {resolved.name} in {location}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command(
+    epilog="[bold]Examples[/]\n\n"
+    "rollstream rollout /shared/lake\n\n"
+    "rollstream rollout /shared/lake --share 2/4     [dim]every fourth element, from the second on[/]\n\n"
+    "rollstream rollout /shared/lake --runner prism"
+)
+@reports_errors
+def rollout(
+    run: RunArgument,
+    share: Annotated[str, typer.Option(help="Which part of the run to sample: I/N, from 1/N to N/N.")] = "1/1",
+    runner: RunnerOption = "local",
+    prism_location: PrismOption = None,
+    beam_flags: BeamFlags = None,
+    accelerator: AcceleratorOption = None,
+) -> None:
+    """Samples a share of a run, as far ahead of its trainer as the recipe allows, until the run is over.
+
+    Needs the run's directory and nothing else. A share can be started again elsewhere at any time, also while the lost
+    one still lives: whoever commits an element first has it.
+    """
+    from runners.generator import generate
+
+    part = _share(share)
+    placement = _Placement(runner, 1, prism_location, tuple(beam_flags or ()), accelerator)
+    profile = placement.profile()
+    _check_reachable(profile, run)
+    prism = _prism(profile, prism_location)
+    flags = [f"--prism_location={prism}"] if prism else []
+    try:
+        generate(run, profile, part, [*flags, *placement.beam_flags])
+    except KeyboardInterrupt:
+        _leave_interrupted("What is committed stays: start it again at any time.")
+
+
+def _share(text: str) -> Share:
+    from stages.prompts.shares import Share
+
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise UserError(f"--share {text}", "is no share.", "Write I/N with I from 1 to N, such as 2/4.")
+    return Share(int(match[1]) - 1, int(match[2]))
+
+
+@app.command(epilog="[bold]Examples[/]\n\nrollstream train /shared/lake")
+@reports_errors
+def train(run: RunArgument) -> None:
+    """Trains a run, step by step as its shards come, until it is over.
+
+    Needs the run's directory and nothing else. One process trains a run; started again, it goes on where the last one
+    stopped.
+    """
+    from pipelines.evaluate import LearningCurve
+    from runners import trainer
+    from runners.run_directory import recipe_of
+    from schemas.store import RunStore
+
+    curve = LearningCurve(run, recipe_of(RunStore.open(run)))
+    try:
+        trainer.train(run, after_warm_start=[curve.first], after_step=[curve.each])
+    except KeyboardInterrupt:
+        _leave_interrupted("What is committed stays: start it again at any time.")
 
 
 # evaluate ----------------------------------------------------------------------------------------------------------
@@ -337,6 +549,7 @@ def _step_printer(console: Console, recipe: Recipe) -> Callable[[ReplayedStep], 
     epilog="[bold]Examples[/]\n\n"
     "rollstream inspect runs/frozen_lake\n\n"
     "rollstream inspect runs/frozen_lake --trajectory 12/3/0     [dim]step 12, group 3, sample 0[/]\n\n"
+    "rollstream inspect runs/frozen_lake --ledger\n\n"
     "rollstream inspect runs/frozen_lake --json"
 )
 @reports_errors
@@ -345,6 +558,9 @@ def inspect(
     trajectory: Annotated[
         str | None, typer.Option(help="Show one trajectory, token by token.", metavar="STEP/GROUP/SAMPLE")
     ] = None,
+    ledger: Annotated[
+        bool, typer.Option("--ledger", help="What became of each prompt; exit code 1 if it does not add up.")
+    ] = False,
     every_row: Annotated[bool, typer.Option("--all", help="Show every row of long tables.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -357,11 +573,18 @@ def inspect(
     store = RunStore.open(run)
     report: Any
     shown: RenderableType
+    adds_up = True
     if trajectory is not None:
         from runners.inspect_trajectory import inspect_trajectory, parse_path, render_trajectory
 
         report = inspect_trajectory(store, parse_path(trajectory))
         shown = render_trajectory(report)
+    elif ledger:
+        from runners.ledger import ledger_of, render_ledger
+
+        report = ledger_of(store)
+        shown = render_ledger(report, every_row=every_row)
+        adds_up = not report.problems
     else:
         from runners.inspect import inspect_run, render
 
@@ -371,6 +594,24 @@ def inspect(
         print_json(report.to_json())
     else:
         console_out().print(shown)
+    if not adds_up:
+        raise typer.Exit(DOES_NOT_ADD_UP)
+
+
+# runners -----------------------------------------------------------------------------------------------------------
+
+
+@app.command(epilog="[bold]Examples[/]\n\nrollstream runners\n\nrollstream runners --json")
+@reports_errors
+def runners(as_json: JsonOption = False) -> None:
+    """Where a recipe can run: which runners are usable on this machine, and how to get the others."""
+    from runners.availability import availabilities, render
+
+    rows = availabilities()
+    if as_json:
+        print_json([row.to_json() for row in rows])
+    else:
+        console_out().print(render(rows))
 
 
 models.mount(app)

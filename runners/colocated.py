@@ -10,10 +10,7 @@ loses what a source has not yet claimed.
 
 from __future__ import annotations
 
-import gc
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import apache_beam as beam
@@ -21,20 +18,16 @@ from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 
 from pipelines.online import online
+from runners.beam_errors import errors_as_raised
 from runners.fusion import check_fusion
+from runners.run_directory import clear_leftovers, fresh_runtime, prepare_run, rare_garbage_collection
 from schemas import run_layout
 from schemas.errors import UserError
 from schemas.manifest import PolicyCommit
 from schemas.recipe import Recipe
-from schemas.recipe_io import differences, recipe_from_json, recipe_to_json
 from schemas.store import RunStore
-from stages.reward.self_test import check_task
-from stages.runtime import Runtime, release, runtime
-from stages.shards import sweep_orphans
+from stages.runtime import Runtime
 from stages.train import StepReport, settle, train_ready_steps
-
-_OBJECTS_BETWEEN_COLLECTIONS = 200_000
-_CHATTY_LOGGERS = ("apache_beam.runners.common", "apache_beam.runners.worker.sdk_worker")
 
 
 def run(
@@ -58,15 +51,14 @@ def run(
 
     Raises:
       UserError: the directory is occupied, holds another recipe's run, or another process is at work on it; a flag that
-        this placement cannot follow; a reward that fails its test; or whatever a stage raised, as it raised it.
+        this placement cannot follow; or whatever a stage raised, as it raised it.
       KeyboardInterrupt: the run was interrupted. What is committed stays, and the run can be resumed.
     """
     location = str(location)
     options = _options(beam_flags)
     store = RunStore.open(location)
-    check_task(recipe)
     prepare_run(store, recipe, resume=resume)
-    with store.held(run_layout.CONFIG), _fresh_runtime(location, recipe) as shared:
+    with store.held(run_layout.CONFIG), fresh_runtime(location, recipe) as shared:
         shared.after_warm_start += after_warm_start
         shared.after_step += after_step
         shared.warm_start_report = warm_start_report or shared.warm_start_report
@@ -75,54 +67,6 @@ def run(
         train_ready_steps(shared)
         _run_pipeline(recipe, location, options)
         _check_finished(shared)
-
-
-@contextmanager
-def _fresh_runtime(location: str, recipe: Recipe) -> Iterator[Runtime]:
-    """The Runtime, new: what an earlier run in this process knew of the directory may no longer be so."""
-    release(location)
-    try:
-        yield runtime(location, recipe)
-    finally:
-        release(location)
-
-
-def clear_leftovers(shared: Runtime) -> None:
-    """Removes what killed processes left half-made. Only for who holds the run: another's work would look the same."""
-    shared.store.sweep_staged()
-    sweep_orphans(shared.store)
-    shared.policies.sweep()
-    shared.trainer_states.sweep()
-
-
-def prepare_run(store: RunStore, recipe: Recipe, *, resume: bool) -> None:
-    """Makes the run directory, or recognises the run in it.
-
-    Raises:
-      UserError: without `resume`, the directory holds anything at all; with `resume`, it holds no run, or a run of a
-        recipe that differs.
-    """
-    if resume:
-        _recognise(store, recipe)
-    elif store.exists(run_layout.CONFIG):
-        raise UserError(store.location, "already holds a run.", "Resume that run, or name an empty directory.")
-    elif occupant := next(iter(store.list("")), None):
-        raise UserError(store.location, f"is not empty (it holds {occupant}).", "Name an empty directory.")
-    elif not store.put_new(run_layout.CONFIG, recipe_to_json(recipe)):
-        raise UserError(store.location, "another run has just begun there.", "Name an empty directory.")
-
-
-def _recognise(store: RunStore, recipe: Recipe) -> None:
-    if not store.exists(run_layout.CONFIG):
-        raise UserError(store.location, "holds no run to resume.", "Check the path, or start without resuming.")
-    name = f"{store.location}/{run_layout.CONFIG}"
-    changed = differences(recipe_from_json(store.get(run_layout.CONFIG), name), recipe)
-    if changed:
-        raise UserError(
-            store.location,
-            f"holds a run of another recipe: {'; '.join(changed)}.",
-            "Resume with the recipe that it was begun with, or name an empty directory.",
-        )
 
 
 def _options(beam_flags: Sequence[str]) -> PipelineOptions:
@@ -141,56 +85,8 @@ def _run_pipeline(recipe: Recipe, location: str, options: PipelineOptions) -> No
     pipeline = beam.Pipeline(runner=FnApiRunner(), options=options)
     online(pipeline, recipe, location)
     check_fusion(pipeline)
-    with _errors_as_raised(), rare_garbage_collection():
+    with errors_as_raised(), rare_garbage_collection():
         pipeline.run().wait_until_finish()
-
-
-@contextmanager
-def rare_garbage_collection() -> Iterator[None]:
-    """Lets Python look for reference cycles rarely, and never among what libraries have made until now.
-
-    A step makes some ten thousand records, without cycles. By default each few steps' worth of them would set off a
-    search through the million objects of JAX and Beam: an eighth of the run's time.
-    """
-    thresholds = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS, *thresholds[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()
-
-
-@contextmanager
-def _errors_as_raised() -> Iterator[None]:
-    """Undoes what Beam does to errors of a stage: it makes them new, with its own words in them, and logs each."""
-    loggers = [logging.getLogger(name) for name in _CHATTY_LOGGERS]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    except Exception as error:
-        original = original_error(error)
-        if original is error:
-            raise
-        raise original from None
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-def original_error(error: BaseException) -> BaseException:
-    """What a stage raised, given what came out of Beam: the UserError or interrupt that Beam made anew, else `error`.
-
-    Other errors are faults of ours: they keep Beam's words, which say in which step it was.
-    """
-    behind: BaseException | None = error
-    while behind is not None and getattr(behind, "_tagged_with_step", False):
-        behind = behind.__context__
-    return behind if isinstance(behind, UserError | KeyboardInterrupt | SystemExit) else error
 
 
 def _check_finished(shared: Runtime) -> None:

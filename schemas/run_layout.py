@@ -14,6 +14,8 @@ metrics/<stage>.jsonl                         append-only, one line an event; in
 dead_letters/step-00000042/<group>-<sample>-<stage>.json
 quarantine/step-00000042/0000-<sha256>.arrow  content that differs from what already holds its slot
 locks/<name>                                  who holds a part of the run; in an object store a folder of records
+workers/<role>-<host>-<pid>-<random>.json     held by each process that is at work on the run, while it lives
+logs/<process>.log  tmp/                      of the processes that one command started on this machine
 results.json  curve.png                       what a finished run achieved, in numbers and as a picture
 replay.json                                   in a directory that a replay wrote: the run that it is a replay of
 """
@@ -24,6 +26,9 @@ CONFIG = "config.json"
 RESULTS = "results.json"
 CURVE = "curve.png"
 REPLAY = "replay.json"
+WORKERS = "workers"
+LOGS = "logs"
+TEMPORARY = "tmp"
 
 
 def step_name(step: int) -> str:
@@ -90,3 +95,7 @@ def dead_letter(step: int, group_index: int, sample_index: int, stage: str) -> s
 
 def quarantine(step: int, element_index: int, sha256: str) -> str:
     return f"quarantine/{step_name(step)}/{element_index:04d}-{sha256}.arrow"
+
+
+def worker(name: str) -> str:
+    return f"{WORKERS}/{name}.json"

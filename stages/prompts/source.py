@@ -8,7 +8,9 @@ source claims one position after another, each only when the policy that would s
 The policy version of an element is pinned in the run directory by whoever comes first, so a bundle that is tried again
 samples with the same weights, although newer ones may have been published meanwhile.
 
-Left out on purpose: watermarks (no stage has windows or timers), and shares of one run for several pipelines.
+Several pipelines may divide a run: each claims the positions of its share only (`stages.prompts.shares`).
+
+Left out on purpose: watermarks (no stage has windows or timers).
 """
 
 from __future__ import annotations
@@ -32,16 +34,29 @@ from schemas.recipe import Recipe
 from schemas.records import PromptBatch
 from stages.counters import count
 from stages.prompts.datasets import training_prompts
+from stages.prompts.shares import WHOLE_RUN, Share
 from stages.runtime import Runtime, runtime
 
 Admission = Literal["trained", "committed", "deferred", "admitted"]
 
-# FnApiRunner ignores the delay of a deferral and calls again at once; without a short sleep it would spin.
-_DEFERRAL_SECONDS = 0.02
-
 # Positions of one bundle at most. At the end of each bundle Beam waits for a sampling thread, for up to 0.2 s; without
 # an end, runners that never ask for a checkpoint would keep the whole run in one bundle.
 _CLAIMS = 16
+
+
+@dataclass(frozen=True)
+class Deferral:
+    """How a source waits for a policy: for `delay_seconds` it gives its place back and asks to be called again.
+
+    `hold_seconds` of those it keeps its place all the same. 0 where a runner keeps to delays; one that ignores them
+    calls again at once, and without a short sleep the source would spin.
+    """
+
+    delay_seconds: float = 0.02
+    hold_seconds: float = 0.02
+
+
+SHORT_NAPS = Deferral()
 
 
 def admit(step: int, newest_version: int | None, *, max_lag: int, committed: bool) -> Admission:
@@ -68,15 +83,23 @@ def admit(step: int, newest_version: int | None, *, max_lag: int, committed: boo
     return "deferred" if step - newest_version > max_lag else "admitted"
 
 
-def open_positions(start: int, stop: int, newest_version: int | None, *, max_lag: int, elements_per_step: int) -> int:
-    """How many of the positions [start, stop) the lag bound allows to be sampled now.
+def open_positions(
+    start: int,
+    stop: int,
+    newest_version: int | None,
+    *,
+    max_lag: int,
+    elements_per_step: int,
+    share: Share = WHOLE_RUN,
+) -> int:
+    """How many of the share's positions [start, stop), counted within it, the lag bound allows to be sampled now.
 
     This is the source's backlog. A runner that scales by it must not see the whole rest of the run, which no number of
     workers could sample before the trainer gets there.
     """
     if newest_version is None:
         return 0
-    open_until = (newest_version + max_lag + 1) * elements_per_step
+    open_until = share.below((newest_version + max_lag + 1) * elements_per_step)
     return max(0, min(stop, open_until) - start)
 
 
@@ -126,23 +149,33 @@ class AdmitPrompts(beam.PTransform):
     Args:
       recipe: the run's recipe.
       run: location of the run directory.
+      share: which of the run's positions this pipeline claims.
+      deferral: how it waits.
     """
 
     recipe: Recipe
     run: str
+    share: Share = WHOLE_RUN
+    deferral: Deferral = SHORT_NAPS
 
     def expand(self, start: PBegin | beam.PCollection) -> beam.PCollection[PromptBatch]:
         if isinstance(start, PBegin):
             start = start | "Start" >> beam.Impulse()
-        return start | "Admit" >> beam.ParDo(_AdmitPromptsFn(self.recipe, self.run)).with_output_types(PromptBatch)
+        admit = _AdmitPromptsFn(self.recipe, self.run, self.share, self.deferral)
+        return start | "Admit" >> beam.ParDo(admit).with_output_types(PromptBatch)
 
 
 class _AdmitPromptsFn(beam.DoFn, RestrictionProvider):
-    """Claims a few positions, checkpoints itself, returns: the runner interleaves it with the rest of the loop."""
+    """Claims a few positions, checkpoints itself, returns: the runner interleaves it with the rest of the loop.
 
-    def __init__(self, recipe: Recipe, run: str):
+    Its restriction counts the positions of its share.
+    """
+
+    def __init__(self, recipe: Recipe, run: str, share: Share = WHOLE_RUN, deferral: Deferral = SHORT_NAPS):
         self._recipe = recipe
         self._run = run
+        self._share = share
+        self._deferral = deferral
         self._deferrals = 0  # since the last admitted element
         self._deferred_since: float | None = None
 
@@ -151,10 +184,11 @@ class _AdmitPromptsFn(beam.DoFn, RestrictionProvider):
         return runtime(self._run, self._recipe)
 
     def initial_restriction(self, element: object) -> OffsetRange:
-        """From the first position whose step is not trained, to the end of the run."""
+        """From the share's first position whose step is not trained, to the end of the run."""
         trained_steps = self._runtime().policies.latest() or 0
-        stop = self._recipe.positions
-        return OffsetRange(min(trained_steps * self._recipe.rollout.elements_per_step, stop), stop)
+        stop = self._share.below(self._recipe.positions)
+        trained = self._share.below(trained_steps * self._recipe.rollout.elements_per_step)
+        return OffsetRange(min(trained, stop), stop)
 
     def create_tracker(self, restriction: OffsetRange) -> OffsetRestrictionTracker:
         return OffsetRestrictionTracker(restriction)
@@ -166,6 +200,7 @@ class _AdmitPromptsFn(beam.DoFn, RestrictionProvider):
             self._runtime().policies.latest(),
             max_lag=self._recipe.rollout.max_lag,
             elements_per_step=self._recipe.rollout.elements_per_step,
+            share=self._share,
         )
 
     def truncate(self, element: object, restriction: OffsetRange) -> None:
@@ -177,24 +212,25 @@ class _AdmitPromptsFn(beam.DoFn, RestrictionProvider):
         start, stop = tracker.current_restriction().start, tracker.current_restriction().stop
         if start == stop:
             return
-        for position in range(start, min(stop, start + _CLAIMS)):
+        for claim in range(start, min(stop, start + _CLAIMS)):
             shared = self._runtime()
+            position = self._share.position(claim)
             step, element_index = divmod(position, self._recipe.rollout.elements_per_step)
             version = shared.policies.latest()
             committed = shared.store.exists(run_layout.manifest(step, element_index))
             admission = admit(step, version, max_lag=self._recipe.rollout.max_lag, committed=committed)
             if admission == "deferred":
-                if position == start:
+                if claim == start:
                     self._defer()
-                tracker.defer_remainder(Duration(seconds=_DEFERRAL_SECONDS))
+                tracker.defer_remainder(Duration(seconds=self._deferral.delay_seconds))
                 return
-            if not tracker.try_claim(position):
+            if not tracker.try_claim(claim):
                 return
             count(AdmitPrompts, f"out-{admission}")
             if admission == "admitted":
                 assert version is not None
                 # Where the loop is one fused stage, its other stages run here, before the next position is looked at.
-                yield self._begin(shared, step, element_index, version)
+                yield from self._begin(shared, step, element_index, version)
         tracker.defer_remainder()
 
     def _defer(self) -> None:
@@ -202,10 +238,17 @@ class _AdmitPromptsFn(beam.DoFn, RestrictionProvider):
         self._deferrals += 1
         if self._deferred_since is None:
             self._deferred_since = time.monotonic()
-        time.sleep(_DEFERRAL_SECONDS)
+        time.sleep(self._deferral.hold_seconds)
 
-    def _begin(self, shared: Runtime, step: int, element_index: int, version: int) -> PromptBatch:
-        batch = prompt_batch(shared, step, element_index, pin_version(shared, step, element_index, version))
+    def _begin(self, shared: Runtime, step: int, element_index: int, version: int) -> Iterator[PromptBatch]:
+        try:
+            pinned = pin_version(shared, step, element_index, version)
+        except UserError:
+            # Another pipeline has this share too, and was faster: its shard is trained and the policy pruned.
+            if shared.store.exists(run_layout.manifest(step, element_index)):
+                return
+            raise
+        batch = prompt_batch(shared, step, element_index, pinned)
         since = self._deferred_since
         values = {
             "prompts/groups": len(batch.prompts),
@@ -215,4 +258,4 @@ class _AdmitPromptsFn(beam.DoFn, RestrictionProvider):
         }
         MetricsWriter(shared.store, "prompts").write(step, values, element=element_index)
         self._deferrals, self._deferred_since = 0, None
-        return batch
+        yield batch

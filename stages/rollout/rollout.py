@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import apache_beam as beam
 import numpy as np
 
+from schemas import run_layout
 from schemas.metrics import MetricsWriter
 from schemas.recipe import Recipe
 from schemas.records import PromptBatch, Role, RolloutBatch
@@ -101,13 +102,22 @@ class _RolloutFn(beam.DoFn):
 
     def setup(self) -> None:
         # Here and not above: whoever only builds the graph must not load the accelerator's library.
+        from jax_core.policies import MissingVersionError
         from stages.runtime import runtime
 
+        self._pruned = MissingVersionError
         self._runtime = runtime(self._run, self._recipe)
         self._metrics = MetricsWriter(self._runtime.store, STAGE)
 
     def process(self, batch: PromptBatch) -> Iterator[RolloutBatch]:
-        rollouts = roll_out(self._runtime, self._recipe, batch)
+        try:
+            rollouts = roll_out(self._runtime, self._recipe, batch)
+        except self._pruned:
+            # A policy is pruned once no step needs it: another pipeline has sampled this element meanwhile.
+            if not self._runtime.store.exists(run_layout.manifest(batch.step, batch.element_index)):
+                raise
+            count_all(Rollout, {"passed-over": 1})
+            return
         measured = measure_rollouts(rollouts)
         self._metrics.write(batch.step, measured, element=batch.element_index)
         # On the bundle's own thread, after the episodes' threads have ended: Beam loses what others count.

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,10 +23,11 @@ from schemas.errors import DamagedDataError, UserError
 from schemas.run_layout import CURVE, RESULTS
 from stages.prompts.datasets import DATA_VARIABLE
 from stages.runtime import release
+from tests.pipelines.placed import processes_of
 from tests.pipelines.tiny_runs import ALPHABET, LARGEST_LAKE, copied, share_parts
 from tests.runners.written_run import write_run
 
-COMMANDS = ("run", "evaluate", "replay", "inspect", "export")
+COMMANDS = ("run", "begin", "rollout", "train", "evaluate", "replay", "inspect", "export")
 
 RECIPE = """
 name = "tiny"
@@ -110,6 +112,54 @@ def test_help_lists_every_command() -> None:
     assert all(re.search(rf"^│ {command} ", output, re.MULTILINE) for command in COMMANDS)
 
 
+def test_a_run_can_be_begun_without_starting_anything(recipe: Path, tmp_path: Path) -> None:
+    assert invoke("begin", recipe, "seed=5", "--dir", tmp_path / "run").exit_code == 0
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
+    assert '"seed": 5' in (tmp_path / "run/config.json").read_text()
+    assert "already holds a run" in refused(invoke("begin", recipe, "--dir", tmp_path / "run"))
+
+
+@pytest.mark.parametrize("share", ["0/2", "3/2", "2", "a/b", "1/0"])
+def test_a_share_that_is_none_is_refused(tmp_path: Path, share: str) -> None:
+    assert "such as 2/4" in refused(invoke("rollout", tmp_path, "--share", share))
+
+
+def test_an_unknown_runner_is_refused_with_the_known_ones(recipe: Path, tmp_path: Path) -> None:
+    said = refused(invoke("run", recipe, "--runner", "spark", "--dir", tmp_path / "run"))
+    assert "spark" in said and "colocated, local, prism, flink, dataflow" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_placement_of_one_process_refuses_generators(recipe: Path, tmp_path: Path) -> None:
+    said = refused(invoke("run", recipe, "--generators", 2, "--dir", tmp_path / "run"))
+    assert "--generators 2" in said and "--runner local" in said
+    assert "trains where it samples" in refused(invoke("rollout", tmp_path, "--runner", "colocated"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_prism_that_is_not_where_the_user_says_is_refused_with_the_way_to_build_one(
+    recipe: Path, tmp_path: Path
+) -> None:
+    where = tmp_path / "no-prism"
+    said = refused(invoke("run", recipe, "--runner", "prism", "--prism-location", where, "--dir", tmp_path / "run"))
+    assert str(where) in said and "go install github.com/apache/beam" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_runners_says_what_is_usable_here_and_how_to_get_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "prism"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("GOPATH", str(tmp_path / "go"))
+    monkeypatch.setattr("apache_beam.runners.portability.prism_runner.PrismJobServer.BIN_CACHE", str(tmp_path / "none"))
+    prism = lambda: {row["runner"]: row for row in json.loads(invoke("runners", "--json").stdout)}["prism"]
+    assert not prism()["usable"] and "go install" in prism()["how"]
+    program.touch(mode=0o755)
+    assert prism()["usable"] and prism()["how"] == str(program)
+    assert "colocated" in invoke("runners").output
+
+
 def test_a_misspelt_option_is_refused_with_the_nearest() -> None:
     result = invoke("evaluate", "runs/x", "--versoin", "3")
     assert "--version" in refused(result)
@@ -137,6 +187,15 @@ def test_a_folder_without_a_run_is_refused_and_not_made(tmp_path: Path, argument
     command, *options = arguments
     assert "holds no run" in refused(invoke(command, tmp_path / "nowhere", *options))
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_the_ledger_ends_with_exit_code_1_where_it_does_not_add_up(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    assert invoke("inspect", tmp_path / "run", "--ledger").exit_code == 0
+    assert json.loads(invoke("inspect", tmp_path / "run", "--ledger", "--json").stdout)["problems"] == []
+    (tmp_path / "run/steps/00000001.json").unlink()
+    broken = invoke("inspect", tmp_path / "run", "--ledger")
+    assert broken.exit_code == 1 and "does not add up" in broken.output
 
 
 def test_inspect_prints_tables_or_json(tmp_path: Path) -> None:
@@ -277,8 +336,12 @@ def test_a_replay_refuses_to_change_the_sampling(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_ends_with_130_and_says_how_to_go_on(tmp_path: Path, recipe: Path) -> None:
-    command = [sys.executable, "-m", "runners.cli", "run", str(recipe), "trainer.steps=5000", "--dir", "run here"]
+@pytest.mark.parametrize(
+    "where", [[], pytest.param(["--runner", "local", "--beam-flag=--job_name=a b"], marks=pytest.mark.slow)]
+)
+def test_an_interrupted_run_ends_with_130_and_says_how_to_go_on(tmp_path: Path, recipe: Path, where: list[str]) -> None:
+    arguments = [str(recipe), "trainer.steps=5000", "--dir", "run here", *where]
+    command = [sys.executable, "-m", "runners.cli", "run", *arguments]
     process = subprocess.Popen(
         command,
         cwd=tmp_path,
@@ -296,6 +359,20 @@ def test_an_interrupted_run_ends_with_130_and_says_how_to_go_on(tmp_path: Path, 
     _, said = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Traceback" not in said
-    assert said.splitlines()[-1] == (
-        f"interrupted. Go on with:  rollstream run {recipe} trainer.steps=5000 --dir 'run here' --resume"
-    )
+    assert said.splitlines()[-1] == (f"interrupted. Go on with:  rollstream run {shlex.join([*arguments, '--resume'])}")
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_run_in_processes_shows_one_progress_and_ends_with_its_results(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    changes = ("rollout.elements_per_step=2", "rollout.max_lag=1")
+    result = invoke("run", recipe, *changes, "--runner", "local", "--generators", 2, "--dir", run)
+    assert result.exit_code == 0, result.output
+    assert "step 2/2" in result.output and "random weights" in result.output
+    assert (run / RESULTS).exists() and (run / CURVE).exists()
+    assert sorted(log.name for log in (run / "logs").iterdir()) == [
+        *("rollout-1-of-2.log", "rollout-2-of-2.log", "trainer.log"),
+    ]
+    assert invoke("inspect", run, "--ledger").exit_code == 0
+    assert processes_of(run) == []

@@ -45,7 +45,7 @@ def write_run(folder: Path) -> RunStore:
 def packed(step: int) -> PackedBatch:
     """2 groups of 4 with rewards 0, 1, 0, 1, sampled by policy `step`."""
     batch = scored_batch(groups=2, step=step)
-    samples = [_sampled_by(step, sample) for sample in batch.rollouts]
+    samples = [sampled_by(step, sample) for sample in batch.rollouts]
     if step == 0:
         samples[4:] = [replace(sample, reward=1.0) for sample in samples[4:]]
     if step == 1:
@@ -53,7 +53,7 @@ def packed(step: int) -> PackedBatch:
     return pack(group(ScoredBatch(batch.prompts, tuple(samples)), samples=SAMPLES), row_tokens=ROW_TOKENS)
 
 
-def _sampled_by(version: int, sample: ScoredRollout) -> ScoredRollout:
+def sampled_by(version: int, sample: ScoredRollout) -> ScoredRollout:
     spans = tuple(VersionSpan(span.start, span.end, version) for span in sample.rollout.versions)
     return replace(sample, rollout=replace(sample.rollout, versions=spans))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from schemas.metrics import read_metrics
 from schemas.recipe_io import recipe_to_json
 from schemas.records import PromptBatch
 from schemas.store import RunStore
+from stages.prompts import source as source_module
+from stages.prompts.shares import Share
 from stages.prompts.source import _AdmitPromptsFn, admit, open_positions, pin_version, prompt_batch
 from stages.runtime import Runtime, release, run_id_of, runtime
 from tests.pipelines.tiny_runs import ELEMENTS, STEPS, share_parts, tiny_recipe
@@ -242,3 +245,46 @@ def test_a_run_stays_itself_when_a_later_release_knows_one_more_setting(tmp_path
     assert then != recipe_to_json(recipe)
     RunStore.open(tmp_path).put_new(run_layout.CONFIG, then)
     assert Runtime(tmp_path, recipe).run_id == run_id_of("tiny", then)
+
+
+# Shares
+
+
+def test_shares_divide_the_run_and_each_counts_its_own_positions() -> None:
+    shares = [Share(index, 3) for index in range(3)]
+    owned = [[share.position(count) for count in range(share.below(8))] for share in shares]
+    assert owned == [[0, 3, 6], [1, 4, 7], [2, 5]]
+
+
+def test_a_share_claims_only_its_positions_as_far_as_the_bound_allows(shared: Runtime) -> None:
+    publish_up_to(shared, 0)
+    source = _AdmitPromptsFn(shared.recipe, shared.run, Share(1, 3))
+    everything = source.initial_restriction(None)
+    assert everything == OffsetRange(0, 3)  # positions 1, 4, 7 of 8
+    # Policy 0, lag 1: steps 0 and 1, which are positions 0 to 3.
+    assert source.restriction_size(None, everything) == 1
+    emitted, rest = call_once(source, everything)
+    assert [(batch.step, batch.element_index) for batch in emitted] == [(0, 1)]
+    assert rest == OffsetRange(1, 3)
+
+
+def test_a_share_of_a_resumed_run_begins_at_its_first_position_that_is_not_trained(shared: Runtime) -> None:
+    publish_up_to(shared, 2)  # positions 0 to 3 are trained
+    starts = [_AdmitPromptsFn(shared.recipe, shared.run, Share(index, 3)).initial_restriction(None) for index in (0, 1)]
+    assert starts == [OffsetRange(2, 3), OffsetRange(1, 3)]  # positions 6, and 4
+
+
+def test_an_element_whose_pinned_policy_is_pruned_is_passed_over_if_another_pipeline_sampled_it(
+    shared: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_up_to(shared, 3)
+    shared.store.put_new(run_layout.pin(3, 1), Pin(step=3, element_index=1, policy_version=2).to_json())
+    shared.policies.prune({0, 3})
+    pin = source_module.pin_version
+
+    def lose_the_race(*arguments: Any) -> int:
+        commit_shard_of(shared, 3, 1)  # after the source looked, and before it pins
+        return pin(*arguments)
+
+    monkeypatch.setattr(source_module, "pin_version", lose_the_race)
+    assert call_once(source_of(shared), OffsetRange(7, 8)) == ([], None)

@@ -1,0 +1,65 @@
+"""A generator: a process that samples a share of a run's positions, on one of Beam's runners.
+
+It waits for version 0 and then, before each claim, for the policy that the lag bound asks for; whoever trains is
+another process. It may be killed at any moment, started again, and started twice: the first writer of a shard wins.
+
+Left out on purpose: trying again. A pipeline that failed ends its process, and whoever started that decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import apache_beam as beam
+from apache_beam.options.pipeline_options import PipelineOptions
+from apache_beam.runners.portability.fn_api_runner import FnApiRunner
+from apache_beam.runners.runner import PipelineRunner, create_runner
+
+from pipelines.online import sample_shards
+from runners.beam_errors import errors_as_raised
+from runners.flink import job_server_flags
+from runners.fusion import check_fusion
+from runners.presence import present
+from runners.prism import TetheredPrismRunner
+from runners.profiles import RunnerProfile
+from runners.run_directory import fresh_runtime, rare_garbage_collection, recipe_of
+from schemas.errors import UserError
+from schemas.store import RunStore
+from stages.prompts.shares import WHOLE_RUN, Share
+
+
+def generate(
+    location: str | Path, profile: RunnerProfile, share: Share = WHOLE_RUN, beam_flags: Sequence[str] = ()
+) -> None:
+    """Samples the positions of `share` of the run at `location`, until the last of them is sampled or trained.
+
+    Args:
+      beam_flags: further flags for Beam, as on a command line ("--prism_location=/opt/prism").
+
+    Raises:
+      UserError: there is no run, the profile has no generators, or whatever a stage raised that the user can mend.
+      Exception: the pipeline failed; started again, it goes on from the run directory.
+    """
+    if profile.trains_itself:
+        raise UserError(f"--runner {profile.name}", "it trains where it samples.", "Use another, such as local.")
+    location = str(location)
+    store = RunStore.open(location)
+    recipe = recipe_of(store)
+    flags = [*profile.flags, *(job_server_flags() if profile.beam_runner == "FlinkRunner" else ()), *beam_flags]
+    role = f"rollout-{share.index + 1}-of-{share.of}"
+    with present(store, role), fresh_runtime(location, recipe):
+        pipeline = beam.Pipeline(runner=_runner(profile), options=PipelineOptions(flags, save_main_session=False))
+        _ = sample_shards(pipeline, recipe, location, share, profile.shape)
+        if not profile.shape.boundaries:
+            check_fusion(pipeline)
+        with errors_as_raised(), rare_garbage_collection():
+            pipeline.run().wait_until_finish()
+
+
+def _runner(profile: RunnerProfile) -> PipelineRunner:
+    if profile.beam_runner == "FnApiRunner":
+        return FnApiRunner()
+    if profile.beam_runner == "PrismRunner":
+        return TetheredPrismRunner()
+    return create_runner(profile.beam_runner)
