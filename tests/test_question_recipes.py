@@ -12,10 +12,10 @@ from stages.prompts.datasets import open_prompts
 from stages.reward.self_test import check_task
 from stages.rollout.environments import ENVIRONMENTS
 
-DRAFTS = sorted((Path(__file__).parents[1] / "recipes" / "drafts").glob("*.toml"))
+RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("smollm2_*.toml"))
 
 
-@pytest.mark.parametrize("path", DRAFTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_task_of_a_recipe_works_and_its_held_out_questions_are_never_trained_on(path: Path) -> None:
     pytest.importorskip("reasoning_gym")
     sections = tomllib.loads(path.read_text())
