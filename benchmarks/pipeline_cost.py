@@ -28,7 +28,8 @@ from schemas.recipe_io import load_recipe
 from stages.group import group
 from stages.pack import pack
 from stages.prompts.source import prompt_batch
-from stages.reward.reward import REWARDS, score_batch
+from stages.reward.kinds import make_reward
+from stages.reward.reward import score_batch
 from stages.rollout.rollout import roll_out
 from stages.runtime import Runtime, release, runtime
 from stages.shards import commit_shard
@@ -39,13 +40,12 @@ from stages.warm_start import warm_start
 def bare_loop(shared: Runtime, recipe: Recipe) -> None:
     """The run without Beam: each step's elements one after another, then its training."""
     warm_start(shared, lambda step, metrics: None)
+    reward = make_reward(recipe)
     for step in range(recipe.trainer.steps):
         for element in range(recipe.rollout.elements_per_step):
             batch = prompt_batch(shared, step, element, policy_version=step)
             rolled = roll_out(shared, recipe, batch)
-            scored = score_batch(
-                rolled, REWARDS[recipe.task.reward], recipe.task.reward_seconds_limit, run_seed=recipe.seed
-            )
+            scored = score_batch(rolled, reward, recipe.task.reward_seconds_limit, run_seed=recipe.seed)
             grouped = group(scored, samples=recipe.rollout.samples_per_prompt)
             packed = pack(grouped, row_tokens=recipe.trainer.row_tokens)
             shared.recent_shards.put(commit_shard(shared.store, packed, shared.run_id).manifest.sha256, packed)

@@ -113,7 +113,12 @@ def restore_tree(folder: Path) -> NestedDict:
 def file_digests(folder: Path) -> dict[str, str]:
     """SHA-256 of every file in the folder but FILES, by relative path."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / FILES)
-    return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    return {path.relative_to(folder).as_posix(): _sha256(path) for path in paths}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:  # in pieces: a file of gigabytes need not be in memory once more
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # Errors of the system that the user can mend: no space, or no permission.

@@ -93,10 +93,15 @@ def all_groups(contents: Sequence[ShardContent]) -> Iterator[tuple[Group, tuple[
 
 
 def micro_batches(
-    rows: Sequence[Row], *, rows_each: int, row_tokens: int, prompt_tokens: int
+    rows: Sequence[Row], *, rows_each: int, prompts_each: int, row_tokens: int, prompt_tokens: int
 ) -> Iterator[MicroBatch[np.ndarray]]:
-    """Rows in order, `rows_each` a micro-batch at most, and at most half as many prompts (a prompt once each)."""
-    most_prompts = max(1, rows_each // 2)
+    """Rows in order, at most `rows_each` rows and `prompts_each` prompts a micro-batch (a prompt once each).
+
+    All are of one length: `row_tokens`, halved as often as the longest row still fits. A policy that has learned to be
+    brief is not computed in rows that are mostly padding, and at most a handful of shapes is ever compiled.
+    """
+    row_tokens = _halved(row_tokens, max((_length(row) for row in rows), default=row_tokens))
+    most_prompts = prompts_each
     shape = {"rows": rows_each, "prompts": most_prompts, "row_tokens": row_tokens, "prompt_tokens": prompt_tokens}
     batch: list[Row] = []
     prompts: list[bytes] = []
@@ -110,6 +115,20 @@ def micro_batches(
         batch.append(row)
     if batch:
         yield lay_rows(batch, **shape)
+
+
+def _length(row: Row) -> int:
+    return max(offset + len(branch.inputs) for offset, branch in row.branches)
+
+
+def _halved(size: int, needed: int) -> int:
+    """
+    >>> _halved(48, 25), _halved(48, 24), _halved(48, 3)
+    (48, 24, 3)
+    """
+    while size % 2 == 0 and size // 2 >= needed:
+        size //= 2
+    return size
 
 
 def lay_rows(

@@ -129,6 +129,7 @@ class Trainer:
         return micro_batches(
             rows,
             rows_each=section.micro_batch_rows,
+            prompts_each=section.micro_batch_prompts or max(1, section.micro_batch_rows // 2),
             row_tokens=section.row_tokens,
             prompt_tokens=self.recipe.rollout.prompt_tokens,
         )

@@ -300,6 +300,9 @@ class TrainerSection(Section):
 
     steps: Positive = Field(200, description="training steps; the run ends with policy version `steps`")
     micro_batch_rows: Positive = Field(32, description="pack rows of one micro-batch")
+    micro_batch_prompts: NonNegative = Field(
+        0, description="most prompts of one micro-batch, each computed once for its rows; 0: half of its rows"
+    )
     row_tokens: Positive = Field(48, description="L, tokens of a pack row; at least rollout.branch_tokens")
     checkpoint_every: Positive = Field(
         25,
