@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import typer
+from apache_beam.options.pipeline_options import FlinkRunnerOptions
 from pydantic import BaseModel
 
 from runners.cli import app
+from runners.profiles import PROFILES
 from schemas.recipe import Recipe
 from schemas.recipe_io import load_recipe
 from stages.prompts.datasets import open_prompts
@@ -109,6 +111,20 @@ def is_option(path: str) -> bool:
 def test_an_option_that_recipes_do_not_have_is_noticed() -> None:
     assert is_option("trainer.optimizer.learning_rate") and is_option("data.options.files")
     assert not is_option("trainer.learning_rate") and not is_option("no_section.steps")
+
+
+def test_runners_are_named_in_the_versions_of_the_beam_that_is_pinned() -> None:
+    (pinned,) = re.findall(r"^apache-beam==(.+)$", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)
+    text = "".join(page.read_text() for page in PAGES)
+    named = re.findall(r"(?:cmd/prism@v|job-server[:-]|_sdk:|3\.12 and )(\d+\.\d+\.\d+)", text)
+    assert len(named) >= 6 and set(named) == {pinned}
+    assert set(re.findall(r"beam-runners-flink-([\d.]+)-job", text)) <= set(FlinkRunnerOptions.PUBLISHED_FLINK_VERSIONS)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/runners.md"])
+def test_the_tables_of_runners_name_all_of_them(page: str) -> None:
+    rows = re.findall(r"^\| `(\w+)`(?:,| \|| \()", (REPOSITORY / page).read_text(), re.MULTILINE)
+    assert rows == list(PROFILES)
 
 
 # The page on recipes
