@@ -87,7 +87,9 @@ def test_every_file_and_test_that_is_named_exists(page: Path) -> None:
         re.findall(r"`((?:tests|benchmarks|docs|recipes|docker|runners|stages|jax_core|schemas)/[\w./]+)`", text)
     )
     assert [name for name in files if not (REPOSITORY / name).exists()] == []
-    tests = "".join(path.read_text() for path in (REPOSITORY / "tests").rglob("*.py"))
+    sources = list((REPOSITORY / "tests").rglob("test_*.py"))
+    assert set(re.findall(r"`(test_\w+\.py)`", text)) <= {path.name for path in sources}
+    tests = "".join(path.read_text() for path in sources)
     named = set(re.findall(r"\btest(?:_[a-z0-9]+){4,}\b(?!\.py)", text))
     assert [name for name in named if f"def {name}(" not in tests] == []
 
