@@ -23,7 +23,7 @@ PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet 
 
 help:  ## list the targets
 	@echo "make TARGET [ARGS=...] [PYTHON=...]"
-	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*  ## ' '/^[a-z0-9-]+:.*  ## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "for example:  make run ARGS=\"trainer.steps=20 --dir runs/short\"   make test ARGS=\"tests/schemas -k store\""
 
 run: $(INSTALLED)  ## train the policy of recipes/frozen_lake.toml (RECIPE=... another; ARGS=--resume goes on)
