@@ -51,7 +51,8 @@ def mount(app: typer.Typer) -> None:
     app.command(
         epilog="[bold]Examples[/]\n\n"
         "rollstream export runs/frozen_lake --to exported\n\n"
-        "rollstream export runs/smollm2_aiw --to exported --version 40 --dtype bfloat16 --max-shard-size 2GB"
+        "rollstream export runs/smollm2_aiw --to exported --version 40 --dtype bfloat16 --max-shard-size 2GB\n\n"
+        "rollstream export runs/smollm2_lcm_lora --to adapters --adapters"
     )(reports_errors(export))
 
 
@@ -278,11 +279,16 @@ def export(
     version: Annotated[int | None, typer.Option(help="Policy version. Default: the newest.", min=0)] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     max_shard_size: Annotated[str, typer.Option(help="Most of one file, such as 500MB.")] = "5GB",
+    adapters: Annotated[
+        bool, typer.Option("--adapters", help="Of a run with LoRA: the adapters alone, in PEFT's layout.")
+    ] = False,
 ) -> None:
     """Writes a run's policy as a model that transformers, vLLM and others load: weights, config, tokenizer.
 
-    In float32 the weights are the run's own, bit for bit. The folder appears when it is whole.
+    In float32 the weights are the run's own, bit for bit; adapters are merged into their base. The folder appears when
+    it is whole.
     """
+    from jax_core.checkpoints import write_adapter
     from jax_core.checkpoints.write import DTYPES, write_checkpoint
     from pipelines.evaluate import newest_version, open_run
     from runners.cli import console_out
@@ -292,10 +298,22 @@ def export(
         raise UserError(f"--dtype {dtype}", "is no type of a model's weights.", f"One of {', '.join(DTYPES)}.")
     shared = open_run(run)
     version = newest_version(shared) if version is None else version
-    config, beside = _beside_the_weights(shared)
-    params = shared.policies.load(version)
-    files = write_checkpoint(to, config, params, dtype=dtype, max_shard_bytes=shard_bytes, **beside)
+    if adapters:
+        _refuse_without_adapters(shared, dtype)
+        base, alpha = shared.recipe.model.checkpoint, shared.recipe.lora.alpha
+        files = write_adapter(to, shared.model_config, shared.policies.load(version), alpha=alpha, base=base)
+    else:
+        config, beside = _beside_the_weights(shared)
+        params = shared.policy_cache.get(version)  # whole weights, whatever the run stores
+        files = write_checkpoint(to, config, params, dtype=dtype, max_shard_bytes=shard_bytes, **beside)
     console_out().print(f"version {version} of {run} in {to}: {', '.join(files)}", markup=False, highlight=False)
+
+
+def _refuse_without_adapters(shared: Runtime, dtype: str) -> None:
+    if not shared.recipe.lora.rank:
+        raise UserError("--adapters", f"{shared.run} trains all weights and has no adapters.", "Leave --adapters out.")
+    if dtype != "float32":
+        raise UserError(f"--dtype {dtype}", "adapters are written in float32, as they are trained.", "Leave it out.")
 
 
 def bytes_of(text: str) -> int:

@@ -92,12 +92,17 @@ def _parts() -> Parts:
         return Parts(shared.engine, shared.trainer, shared.prompts, folder)
 
 
-def share_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives every Runtime the same compiled parts: they depend on none of what tests change in the recipe."""
+def share_parts(monkeypatch: pytest.MonkeyPatch, *, trainer: bool = True) -> None:
+    """Gives every Runtime the same compiled parts: they depend on none of what tests change in the recipe.
+
+    Args:
+      trainer: False for a recipe whose trainer is another one.
+    """
     parts = _parts()
     monkeypatch.setattr(Runtime, "engine", parts.engine)
-    monkeypatch.setattr(Runtime, "trainer", parts.trainer)
     monkeypatch.setattr(Runtime, "prompts", parts.prompts)
+    if trainer:
+        monkeypatch.setattr(Runtime, "trainer", parts.trainer)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from jax_core.checkpoints import load_params, open_checkpoint
 from jax_core.checkpoints.tokenizer_files import character_files
+from jax_core.lora import init_adapters, merge
 from jax_core.models.config import ModelConfig
 from jax_core.models.decoder import bind, init_params
 from jax_core.models.passes import packed
@@ -22,7 +23,7 @@ from jax_core.policies import PolicyStore
 from jax_core.tokenizers import CharacterTokenizer, load_tokenizer
 from runners.cli import app
 from schemas import run_layout
-from schemas.recipe import Recipe
+from schemas.recipe import LoraSection, Recipe
 from schemas.recipe_io import recipe_to_json
 from schemas.store import RunStore
 from tests.jax_core.checkpoints import models
@@ -200,6 +201,61 @@ def test_a_run_that_began_from_a_checkpoint_is_exported_with_the_checkpoints_own
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
     assert open_checkpoint(tmp_path / "out").generation == open_checkpoint(folder).generation
+
+
+LORA = {"rank": 2, "alpha": 8.0, "targets": ("*/attention/q", "*/mlp/down")}
+
+
+def trained_adapters(recipe: Recipe, base, seed: int = 0):
+    """Of which neither factor is zero."""
+    rng = np.random.default_rng(seed)
+    made = init_adapters(base, recipe.lora, recipe.seed)
+    return jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape).astype(np.float32), made)
+
+
+def test_a_run_with_adapters_is_exported_merged(tmp_path):
+    recipe = RECIPE.model_copy(update={"lora": LoraSection(**LORA), "seed": 3})
+    base = random_params(3)  # as the run makes it again, from its seed
+    adapters = trained_adapters(recipe, base)
+    run = write_run(tmp_path / "run", recipe, init_adapters(base, recipe.lora, 3), adapters)
+    printed(invoke("export", run, "--to", tmp_path / "newest"))
+    assert same(load_params(open_checkpoint(tmp_path / "newest")), merge(base, adapters, 8.0))
+    printed(invoke("export", run, "--to", tmp_path / "first", "--version", 0))
+    assert same(load_params(open_checkpoint(tmp_path / "first")), base)
+
+
+def test_adapters_alone_are_exported_in_pefts_layout_and_belong_to_the_checkpoint(tmp_path, folder):
+    """PEFT computes with W + lora_alpha / r * B @ A, where W is the base's weight as the checkpoint stores it."""
+    recipe = Recipe(name="tuned", model={"checkpoint": str(folder)}, tokenizer={"kind": "checkpoint"}, lora=LORA)
+    base = load_params(open_checkpoint(folder))
+    run = write_run(tmp_path / "run", recipe, trained_adapters(recipe, base))
+    text = printed(invoke("export", run, "--to", tmp_path / "adapters", "--adapters"))
+    assert "adapter_config.json, adapter_model.safetensors" in " ".join(text.split())
+    printed(invoke("export", run, "--to", tmp_path / "merged"))
+    said = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert (said["base_model_name_or_path"], said["r"], said["lora_alpha"]) == (str(folder), 2, 8.0)
+    assert said["target_modules"] == ["down_proj", "q_proj"]
+    factors = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    adapted = {name.removesuffix(".lora_A.weight") for name in factors if "lora_A" in name}
+    for name, tensor in models.tensors().items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if module in adapted:
+            a, b = (factors[f"{module}.lora_{factor}.weight"] for factor in "AB")
+            np.testing.assert_allclose(merged[name], tensor + 8.0 / 2 * b @ a, rtol=1e-5, atol=1e-5)
+        else:
+            np.testing.assert_array_equal(merged[name], tensor)
+    assert len(adapted) == 2 * 2
+
+
+def test_adapters_of_a_run_without_them_or_in_another_type_are_refused(tmp_path):
+    run = write_run(tmp_path / "run", RECIPE, random_params(0))
+    assert "trains all weights" in refused(invoke("export", run, "--to", tmp_path / "out", "--adapters"))
+    recipe = RECIPE.model_copy(update={"lora": LoraSection(**LORA)})
+    with_lora = write_run(tmp_path / "lora", recipe, trained_adapters(recipe, random_params(0)))
+    said = refused(invoke("export", with_lora, "--to", tmp_path / "out", "--adapters", "--dtype", "bfloat16"))
+    assert "--dtype bfloat16" in said and "float32" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_export_refuses_a_folder_that_holds_something(tmp_path):
