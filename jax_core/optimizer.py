@@ -1,10 +1,19 @@
-"""AdamW with a learning rate that is a pure function of the training step, so that a resume cannot shift it."""
+"""AdamW with a learning rate that is a pure function of the training step, so that a resume cannot shift it.
+
+Moments and updates are float32, whatever the parameters are. Parameters in bfloat16 have eight significant bits, and
+an update is often a thousandth of a weight: rounded to the nearest it would be lost at every step. So it is rounded up
+or down at random, in proportion, and is there on average (stochastic rounding: Gupta et al. 2015).
+
+Left out: moments in bfloat16, and a float32 copy of bfloat16 parameters.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jax_core.models.decoder import Params
@@ -38,6 +47,44 @@ def make_optimizer(section: OptimizerSection) -> optax.GradientTransformation:
         optax.scale_by_adam(b1=section.beta1, b2=section.beta2, eps=section.epsilon),
         optax.add_decayed_weights(section.weight_decay, mask=_is_matrix),
     )
+
+
+def init_optimizer(section: OptimizerSection, params: Params) -> Any:
+    """The optimizer's state before any update."""
+    return make_optimizer(section).init(zeros(params))
+
+
+def zeros(params: Params) -> Params:
+    """float32 zeros in the shapes of `params`: where gradients are summed."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
+
+
+def moved(params: Params, updates: Params, rate: float | jax.Array, count: jax.Array) -> Params:
+    """params - rate * updates, in the dtype of `params`.
+
+    Args:
+      updates: float32.
+      count: of updates so far, int32: what random rounding is drawn from, so that a repeated step rounds alike.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    exact = [leaf - rate * update for leaf, update in zip(leaves, jax.tree.leaves(updates), strict=True)]
+    keys = (jax.random.fold_in(jax.random.key(i), count) for i in range(len(leaves)))
+    rounded = [
+        stochastic_bfloat16(new, key) if old.dtype == jnp.bfloat16 else new
+        for old, new, key in zip(leaves, exact, keys, strict=True)
+    ]
+    return jax.tree.unflatten(structure, rounded)
+
+
+def stochastic_bfloat16(values: jax.Array, key: jax.Array) -> jax.Array:
+    """float32 rounded to one of the two nearest bfloat16, with the probabilities that make its mean the value itself.
+
+    A bfloat16 is the upper half of a float32: a random lower half is added, and what is then below is cut off. Values
+    must be finite.
+    """
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    bits += jax.random.bits(key, values.shape, jnp.uint16)
+    return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
 
 
 def _is_matrix(params: Params) -> Params:

@@ -4,7 +4,7 @@ The host decides what is trained and how much each token weighs (`rows.py`, `alg
 loss and gradient over micro-batches of one shape; a second one applies the sum. Nothing is averaged on the way, so
 nothing depends on where the cuts fall.
 
-Left out: several epochs over one step, a reference policy, several devices, an optimizer state of a dtype of its own.
+Left out: several epochs over one step, a reference policy, several devices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jax_core.models.decoder import Params, bind
 from jax_core.models.experts import Load, balance_loss, empty_load
 from jax_core.models.passes import packed_with_loads
 from jax_core.models.stacks import slot_blocks
-from jax_core.optimizer import learning_rate, make_optimizer
+from jax_core.optimizer import init_optimizer, learning_rate, make_optimizer, moved, zeros
 from jax_core.rows import MicroBatch, Row, all_groups, group_rows, micro_batches, trained_tokens
 from schemas.recipe import AlgorithmSection, OptimizerSection, Recipe
 from schemas.records import Group, Placement, ShardContent
@@ -67,7 +67,7 @@ class Trainer:
 
     def init(self, params: Params) -> TrainState:
         params = jax.tree.map(jnp.asarray, params)
-        return TrainState(params, make_optimizer(self.recipe.trainer.optimizer).init(params), 0)
+        return TrainState(params, init_optimizer(self.recipe.trainer.optimizer, params), 0)
 
     def state_tree(self, state: TrainState) -> dict[str, Any]:
         """What a checkpoint stores: everything that a resume needs besides the step number."""
@@ -115,7 +115,7 @@ class Trainer:
         return [logprobs for logprobs, _, _ in scored]
 
     def _gradient(self, params: Params, rows: Sequence[Row]) -> tuple[Params, dict[str, Any], int]:
-        gradient = jax.tree.map(jnp.zeros_like, params)
+        gradient = zeros(params)
         sums = _no_sums(self.config)
         static = (self.config, self.recipe.algorithm, self.recipe.sampling.temperature)
         batches = 0
@@ -332,9 +332,10 @@ def apply_update(
     section: OptimizerSection, params: Params, opt_state: Any, gradient: Params, rate: float
 ) -> tuple[Params, Any, jax.Array]:
     """One update of size `rate`: new params, new optimizer state, and the gradient's global norm before clipping."""
+    gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)
+    count = optax.tree.get(opt_state, "count")
     updates, opt_state = make_optimizer(section).update(gradient, opt_state, params)
-    params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
-    return params, opt_state, optax.tree.norm(gradient)
+    return moved(params, updates, rate, count), opt_state, optax.tree.norm(gradient)
 
 
 _Scored = tuple[np.ndarray, np.ndarray, int]  # log-probs float32 [T] to be filled, mask bool [T], prompt length

@@ -17,7 +17,7 @@ import numpy as np
 from jax_core.lora import full_weights
 from jax_core.models.config import ModelConfig
 from jax_core.models.decoder import Params
-from jax_core.optimizer import learning_rate, make_optimizer
+from jax_core.optimizer import init_optimizer, learning_rate
 from jax_core.rows import Branch, MicroBatch, Row, lay_rows
 from jax_core.trainer import apply_update, target_logprobs
 from schemas.identity import seed_int
@@ -48,7 +48,7 @@ def supervised(
       base: the weights that `params` are adapters of, where the recipe trains adapters.
     """
     section = recipe.warm_start
-    opt_state = make_optimizer(section.optimizer).init(params)
+    opt_state = init_optimizer(section.optimizer, params)
     longest = max(_branch_tokens(d) for d in demonstrations)
     length = -(-longest // _LENGTH_STEP) * _LENGTH_STEP
     for step, chosen in enumerate(_draws(recipe.seed, len(demonstrations), section.batch, section.steps)):

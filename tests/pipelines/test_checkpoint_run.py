@@ -1,4 +1,4 @@
-"""A run that starts from a checkpoint's folder: its weights, its tokenizer and its stop ids, from the first token on."""
+"""A run that starts from a checkpoint: its weights, its tokenizer and its stop ids, from the first token on."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from schemas.recipe import Recipe
 from schemas.records import Rollout
 from stages.runtime import Runtime, release
 from stages.shards import list_manifests, read_shard
+from tests.pipelines.tiny_runs import Killed, kill_at, outcome
 
 STEPS = 3
 TEMPLATE = """\
@@ -204,13 +205,22 @@ def test_adapters_of_a_checkpoint_are_trained_and_exported_merged(model: Path, t
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_run_in_bfloat16_trains_and_is_replayed_bit_for_bit(rank: int, model: Path, tmp_path: Path) -> None:
+def test_a_run_in_bfloat16_trains_and_a_killed_one_ends_in_the_same_bits(
+    rank: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     halves = {"parameters_dtype": "bfloat16", "compute_dtype": "bfloat16"}
-    colocated.run(recipe_of(model, model=halves, lora={"rank": rank}), tmp_path)
-    shared = open_run(tmp_path)
+    recipe = recipe_of(model, model=halves, lora={"rank": rank})
+    colocated.run(recipe, tmp_path / "run")
+    shared = open_run(tmp_path / "run")
     weights = shared.policy_cache.get(STEPS)
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype(jnp.bfloat16)}
-    trained = [event.values for event in read_metrics(shared.store, "train")]
-    print([v["trainer/sampler_logprob_gap_nats/max"] for v in trained])
-    assert len({shared.policies.commit(version).digest for version in range(STEPS + 1)}) == STEPS + 1
-    assert replay(shared, shared.recipe).identical
+    stored = {leaf.dtype for leaf in jax.tree.leaves(shared.policies.load(STEPS))}
+    assert stored == {jnp.dtype(jnp.float32 if rank else jnp.bfloat16)}  # adapters stay float32
+    assert not same(weights, shared.initial_weights())
+    assert replay(shared, recipe).identical
+    disarm = kill_at(monkeypatch, "policy-before-commit", 4)  # behind the trainer's state of step 2
+    with pytest.raises(Killed):
+        colocated.run(recipe, tmp_path / "killed")
+    disarm()
+    colocated.run(recipe, tmp_path / "killed", resume=True)
+    assert outcome(tmp_path / "killed") == outcome(tmp_path / "run")
