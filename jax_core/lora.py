@@ -18,7 +18,7 @@ adapters of embeddings and norms.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -79,20 +79,28 @@ def init_adapters(params: Params, section: LoraSection, seed: int) -> dict[str, 
     Raises:
       UserError: a pattern of `section.targets` names no matrix of the model.
     """
-    matrices = dict(_matrices(params))
-    for pattern in section.targets:
+    adapters: dict[str, Any] = {}
+    for path, shape in adapted_matrices(params, section.targets).items():
+        *parents, name = path.split("/")
+        place = functools.reduce(lambda inner, parent: inner.setdefault(parent, {}), parents, adapters)
+        place[name] = _new_pair(shape, section.rank, seed_int("lora", seed, path))
+    return adapters
+
+
+def adapted_matrices(params: Params, targets: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the matrices that `targets` name, by their paths ("blocks/attention/q"), in order.
+
+    Raises:
+      UserError: as `init_adapters` says.
+    """
+    matrices = dict(sorted(_matrices(params)))
+    for pattern in targets:
         if not any(_names(pattern, path) for path in matrices):
-            known = ", ".join(sorted({path.rsplit("/", 2)[-2] + "/" + path.rsplit("/", 1)[-1] for path in matrices}))
+            known = ", ".join(sorted({"/".join(path.split("/")[-2:]) for path in matrices}))
             raise UserError(
                 f"lora.targets: {pattern!r}", "names no matrix of this model.", f"Its matrices end in: {known}."
             )
-    adapters: dict[str, Any] = {}
-    for path, shape in sorted(matrices.items()):
-        if any(_names(pattern, path) for pattern in section.targets):
-            *parents, name = path.split("/")
-            place = functools.reduce(lambda inner, parent: inner.setdefault(parent, {}), parents, adapters)
-            place[name] = _new_pair(shape, section.rank, seed_int("lora", seed, path))
-    return adapters
+    return {path: shape for path, shape in matrices.items() if any(_names(pattern, path) for pattern in targets)}
 
 
 def _names(pattern: str, path: str) -> bool:

@@ -17,7 +17,7 @@ from schemas.recipe import Recipe
 from schemas.recipe_io import differences, recipe_from_json, recipe_to_json
 from schemas.store import RunStore
 from stages.reward.self_test import check_task
-from stages.runtime import Runtime, release, runtime
+from stages.runtime import Runtime, check_model, release, runtime
 from stages.shards import sweep_orphans
 
 _OBJECTS_BETWEEN_COLLECTIONS = 200_000
@@ -28,9 +28,12 @@ def prepare_run(store: RunStore, recipe: Recipe, *, resume: bool) -> None:
 
     Raises:
       UserError: without `resume`, the directory holds anything at all; with `resume`, it holds no run, or a run of a
-        recipe that differs; or the recipe's reward fails its test. Nothing is written then.
+        recipe that differs; the recipe's reward fails its test; or it has no model to begin with. Nothing is written
+        then.
     """
     check_task(recipe)
+    if not resume:
+        check_model(recipe)
     if resume:
         _recognise(store, recipe)
     elif store.exists(run_layout.CONFIG):

@@ -21,9 +21,10 @@ import numpy as np
 
 from jax_core.chat import Dialogue, make_dialogue
 from jax_core.checkpoints import Checkpoint, load_params, open_checkpoint
-from jax_core.lora import merge
+from jax_core.checkpoints.load import verified_rules
+from jax_core.lora import adapted_matrices, merge
 from jax_core.models.config import ModelConfig
-from jax_core.models.decoder import Params, init_params
+from jax_core.models.decoder import Params, init_params, param_shapes
 from jax_core.policies import PolicyCache, PolicyStore, TrainerStore
 from jax_core.sampling.engine import Engine
 from jax_core.tokenizers import Tokenizer, make_tokenizer
@@ -123,9 +124,7 @@ class Runtime:
 
     @built_once
     def model_config(self) -> ModelConfig:
-        if self.checkpoint is not None:
-            return self.checkpoint.config.with_recipe(self.recipe.model)
-        return ModelConfig.from_recipe(self.recipe.model, self.tokenizer.vocab_size)
+        return _model_config(self.recipe, self.checkpoint)
 
     @built_once
     def prompts(self) -> PromptData:
@@ -153,8 +152,7 @@ class Runtime:
     @built_once
     def checkpoint(self) -> Checkpoint | None:
         """What the run's model starts from, opened; None: from random weights."""
-        location = self.recipe.model.checkpoint
-        return open_checkpoint(location) if location else None
+        return _open_checkpoint(self.recipe)
 
     def initial_weights(self) -> Params:
         """The model before any training: the checkpoint's, or random ones. A pure function of the recipe and its files,
@@ -167,6 +165,31 @@ class Runtime:
     def base(self) -> Params | None:
         """The weights that adapters are merged into; None where all weights are trained."""
         return self.initial_weights() if self.recipe.lora.rank else None
+
+
+def check_model(recipe: Recipe) -> None:
+    """Refuses a model that a run could not begin with, before there is one. Reads no weights.
+
+    Raises:
+      UserError: the checkpoint is not there, not whole or not supported; it has no tokenizer or chat template, where
+        the recipe takes them from it; or `lora.targets` name nothing.
+    """
+    checkpoint = _open_checkpoint(recipe)
+    if checkpoint is not None:
+        verified_rules(checkpoint)
+    make_dialogue(recipe, make_tokenizer(recipe))
+    if recipe.lora.rank:
+        adapted_matrices(param_shapes(_model_config(recipe, checkpoint)), recipe.lora.targets)
+
+
+def _open_checkpoint(recipe: Recipe) -> Checkpoint | None:
+    return open_checkpoint(recipe.model.checkpoint) if recipe.model.checkpoint else None
+
+
+def _model_config(recipe: Recipe, checkpoint: Checkpoint | None) -> ModelConfig:
+    if checkpoint is not None:
+        return checkpoint.config.with_recipe(recipe.model)
+    return ModelConfig.from_recipe(recipe.model, make_tokenizer(recipe).vocab_size)
 
 
 def _merged(base: Params, alpha: float, adapters: Params) -> Params:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from typer.testing import CliRunner
 
@@ -24,6 +24,7 @@ from pipelines.evaluate import evaluate_run, open_run, run_results
 from pipelines.replay import replay
 from runners import colocated
 from runners.cli import app
+from schemas.errors import UserError
 from schemas.metrics import read_metrics
 from schemas.recipe import Recipe
 from schemas.records import Rollout
@@ -224,3 +225,18 @@ def test_a_run_in_bfloat16_trains_and_a_killed_one_ends_in_the_same_bits(
     disarm()
     colocated.run(recipe, tmp_path / "killed", resume=True)
     assert outcome(tmp_path / "killed") == outcome(tmp_path / "run")
+
+
+def test_a_model_that_a_run_cannot_begin_with_is_refused_before_there_is_a_run(model: Path, tmp_path: Path) -> None:
+    def refused(recipe: Recipe, reason: str) -> None:
+        with pytest.raises(UserError, match=reason):
+            colocated.run(recipe, tmp_path / "run")
+        assert not (tmp_path / "run" / "config.json").exists()
+
+    refused(recipe_of(tmp_path / "nowhere"), "does not exist")
+    refused(recipe_of(model, chat={"template": "model"}), "template")  # it brings none
+    torn = write_model(tmp_path / "torn")
+    tensors = load_file(torn / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, torn / "model.safetensors")
+    refused(recipe_of(torn), "missing: model.norm.weight")

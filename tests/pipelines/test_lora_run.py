@@ -15,6 +15,7 @@ from pipelines.evaluate import evaluate_run, open_run, run_results
 from pipelines.replay import replay
 from runners import colocated
 from schemas import run_layout
+from schemas.errors import UserError
 from schemas.metrics import read_metrics
 from stages.runtime import Runtime, release
 from tests.pipelines.tiny_runs import (
@@ -165,3 +166,10 @@ def test_a_warm_start_trains_adapters_too(tmp_path: Path) -> None:
     assert all(np.any(pair["b"]) for pair in warmed.values())
     losses = [event.values["warm_start/loss"] for event in read_metrics(shared.store, "warm_start")]
     assert losses[-1] < losses[0]
+
+
+def test_targets_that_name_nothing_are_refused_before_there_is_a_run(tmp_path: Path) -> None:
+    recipe = tiny_recipe(lora=LORA | {"targets": ("*/attention/*", "*/q_proj")})
+    with pytest.raises(UserError, match=r"names no matrix of this model.*attention/q"):
+        colocated.run(recipe, tmp_path / "run")
+    assert not (tmp_path / "run" / "config.json").exists()
