@@ -33,7 +33,8 @@ from schemas.records import Failure, Prompt, PromptBatch, Rollout, ScoredRollout
 from schemas.store import RunStore
 from stages.prompts import source
 from stages.prompts.source import Admission, prompt_batch
-from stages.reward import reward
+from stages.reward.base import RewardKind, RewardOptions
+from stages.reward.kinds import REWARDS, make_reward
 from stages.reward.reward import score_batch
 from stages.rollout.environments import ENVIRONMENTS
 from stages.rollout.environments.base import Environment, Transition
@@ -224,7 +225,7 @@ def varied(rollout: Rollout) -> float:
 
 def trouble_rewards(patch: pytest.MonkeyPatch, troubles: Mapping[TrajectoryId, Trouble]) -> None:
     judge = lambda rollout: troubles.get(rollout.id, lambda: varied(rollout))()
-    patch.setitem(reward.REWARDS, "environment_return", judge)
+    patch.setitem(REWARDS, "environment_return", RewardKind(RewardOptions, lambda options, recipe: judge))
 
 
 @dataclass(frozen=True)
@@ -355,7 +356,7 @@ def play_again(run: Path, letter: Failure) -> tuple[ScoredRollout, Failure | Non
     )
     task = shared.recipe.task
     rolled = roll_out(shared, shared.recipe, batch)
-    scored = score_batch(rolled, reward.REWARDS[task.reward], task.reward_seconds_limit, run_seed=shared.recipe.seed)
+    scored = score_batch(rolled, make_reward(shared.recipe), task.reward_seconds_limit, run_seed=shared.recipe.seed)
     (sample,) = [sample for sample in scored.rollouts if sample.rollout.id == letter.id]
     return sample, next((failure for failure in scored.failures if failure.id == letter.id), None)
 
