@@ -18,7 +18,7 @@ from stages.reward.reward import score_batch
 from stages.reward.self_test import check_reward, check_task
 from stages.rollout.environments import question
 from stages.rollout.episodes import run_episodes
-from tests.stages.rollout_fakes import AMPLE, TOKENIZER, FakeEngine, make_batch, make_recipe, token_seed
+from tests.stages.rollout_fakes import AMPLE, DIALOGUE, TOKENIZER, FakeEngine, make_batch, make_recipe, token_seed
 
 USER = "tests.stages.rewards_of_a_user"
 PERSON = {
@@ -145,7 +145,7 @@ def asked(*answers, stop_strings=(), **options):
     batch = make_batch("ABC")
     batch = dataclasses.replace(batch, prompts=(Prompt("p", "question", {"prompt": "ABC", "answer": "g"}),))
     engine = FakeEngine(script={token_seed(10, i): [answer] for i, answer in enumerate(answers)})
-    rollouts = run_episodes(engine, None, partial(question.make, {}), TOKENIZER, batch, recipe=recipe)
+    rollouts = run_episodes(engine, None, partial(question.make, {}), DIALOGUE, batch, recipe=recipe)
     return score_batch(rollouts, make_reward(recipe), AMPLE).rollouts
 
 

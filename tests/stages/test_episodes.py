@@ -542,5 +542,6 @@ def test_an_interrupted_caller_does_not_wait_for_what_hangs():
     environments = EchoEnvironments({(ODD, "step", 0): interrupt_and_hang})
     with pytest.raises(KeyboardInterrupt):
         play(make_batch("ab", "cdef", "g"), None, environments)
-    assert [e.closed for e in environments.made if e.seed != ODD] == [1] * 5
+    others = [e.closed for e in environments.made if e.seed != ODD]  # the other cohort may not have made its own yet
+    assert others and others == [1] * len(others)
     gate.set()

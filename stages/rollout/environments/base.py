@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import BaseModel
 
-from jax_core.chat import Said
 from schemas.recipe import Recipe
 from schemas.records import Prompt
+
+if TYPE_CHECKING:  # environments are imported where JAX is not
+    from jax_core.chat import Said
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,18 @@ reward's business: what that needs is left in the facts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import Field, field_validator
 
-from jax_core.chat import Said
 from schemas.errors import UserError
 from schemas.recipe import Section
 from schemas.records import Prompt
 from stages.options import checked_options
 from stages.rollout.environments.base import Transition
+
+if TYPE_CHECKING:  # environments are imported where JAX is not
+    from jax_core.chat import Said
 
 PLACE = "{question}"
 
