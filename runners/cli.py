@@ -153,7 +153,9 @@ BeamFlags = Annotated[
 AcceleratorOption = Annotated[
     str | None,
     typer.Option(
-        "--accelerator", help="Dataflow: of the sampling step alone, such as type:nvidia-l4;count:1.", metavar="TYPE"
+        "--accelerator",
+        help="Dataflow: of the sampling step alone, such as type:nvidia-l4;count:1;install-nvidia-driver.",
+        metavar="TYPE",
     ),
 ]
 
@@ -283,8 +285,21 @@ def _train_here(
             f"--runner {profile.name} samples in one process, which also trains.",
             "Leave it out, or add --runner local.",
         )
+    if placement.prism_location is not None:
+        raise UserError(
+            f"--prism-location {placement.prism_location}",
+            f"--runner {profile.name} does not use Prism.",
+            "Leave it out, or add --runner prism.",
+        )
     curve = LearningCurve(location, recipe)
-    colocated.run(recipe, location, resume=resume, after_warm_start=[curve.first], after_step=[curve.each])
+    colocated.run(
+        recipe,
+        location,
+        resume=resume,
+        after_warm_start=[curve.first],
+        after_step=[curve.each],
+        beam_flags=placement.beam_flags,
+    )
 
 
 def _train_in_processes(

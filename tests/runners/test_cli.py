@@ -130,6 +130,16 @@ def test_an_unknown_runner_is_refused_with_the_known_ones(recipe: Path, tmp_path
     assert not (tmp_path / "run").exists()
 
 
+def test_flags_for_beam_reach_the_placement_of_one_process(recipe: Path, tmp_path: Path) -> None:
+    said = refused(invoke("run", recipe, "--beam-flag=--direct_num_workers=2", "--dir", tmp_path / "run"))
+    assert "direct_num_workers=2" in said and "Leave these flags out" in said
+
+
+def test_a_placement_without_prism_refuses_a_place_of_prism(recipe: Path, tmp_path: Path) -> None:
+    said = refused(invoke("run", recipe, "--prism-location", "prism", "--dir", tmp_path / "run"))
+    assert "--prism-location prism" in said and "--runner prism" in said
+
+
 def test_a_placement_of_one_process_refuses_generators(recipe: Path, tmp_path: Path) -> None:
     said = refused(invoke("run", recipe, "--generators", 2, "--dir", tmp_path / "run"))
     assert "--generators 2" in said and "--runner local" in said
