@@ -7,9 +7,12 @@ JAX's. `make clean` removes them all.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import platform
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,3 +36,15 @@ def _processor() -> str:
     if cpuinfo.exists():
         facts |= {line for line in cpuinfo.read_text().splitlines() if line.startswith(PROCESSOR_FACTS)}
     return hashlib.sha256("\n".join(sorted(facts)).encode()).hexdigest()[:12]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_programs_are_let_go() -> Iterator[None]:
+    """Each compiled program keeps a few mappings of memory, and Linux gives a process 65,530.
+
+    The thousands that all tests compile go beyond that; the next compilation then ends the process without a word.
+    """
+    yield
+    if jax := sys.modules.get("jax"):  # only where a test has imported it
+        jax.clear_caches()
+        gc.collect()
