@@ -80,33 +80,27 @@ class Trainer:
     def update(self, state: TrainState, contents: Sequence[ShardContent]) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step on all of a step's data; metrics by their names in `schemas.metrics`.
 
-        A step with nothing to train (all groups skipped as equal, or all samples failed) leaves weights and optimizer
-        state as they are, and still counts. Where equal groups are not skipped, but have no gradient, they are not
-        computed: means over tokens are then over those of the other groups.
+        A step with nothing to train (all groups equal, or all samples failed) leaves weights and optimizer state as
+        they are, and still counts.
         """
-        plan = self._plan(contents, state.step)
+        plan = plan_step(contents, self.recipe.algorithm, state.step, self.recipe.rollout.branch_tokens)
         rate = learning_rate(self.recipe.trainer.optimizer, state.step, self.recipe.trainer.steps)
         counted = _counts(plan) | {"trainer/learning_rate": rate}
-        if not plan.trained_tokens:
+        if not plan.rows:
             return TrainState(state.params, state.opt_state, state.step + 1), counted
         gradient, sums, batches = self._gradient(state.params, plan.rows)
         section = self.recipe.trainer.optimizer
         params, opt_state, norm = apply_update(section, state.params, state.opt_state, gradient, rate)
-        measured = _measurements({name: float(sums[name]) for name in _SUMS}) if batches else {}
-        measured |= _router_measurements(self.config, sums["routers"]) if batches else {}
+        measured = _measurements({name: float(sums[name]) for name in _SUMS})
+        measured |= _router_measurements(self.config, sums["routers"])
         counted |= measured | {"trainer/grad_norm": float(norm), "trainer/micro_batches": batches}
         return TrainState(params, opt_state, state.step + 1), counted
 
     def loss_and_gradient(self, params: Params, contents: Sequence[ShardContent], step: int) -> tuple[float, Params]:
         """The step's loss and its gradient, without an update."""
-        plan = self._plan(contents, step)
+        plan = plan_step(contents, self.recipe.algorithm, step, self.recipe.rollout.branch_tokens)
         gradient, sums, _ = self._gradient(params, plan.rows)
         return float(sums["loss"]), gradient
-
-    def _plan(self, contents: Sequence[ShardContent], step: int) -> StepPlan:
-        algorithm = self.recipe.algorithm
-        zeros_count = bool(algorithm.entropy_bonus or self.config.router_balance)
-        return plan_step(contents, algorithm, step, self.recipe.rollout.branch_tokens, zeros_count)
 
     def score(self, params: Params, contents: Sequence[ShardContent]) -> list[np.ndarray]:
         """Log-probs float32 [T] of every trajectory, 0.0 off its mask, in order of elements, groups and samples."""
@@ -141,16 +135,8 @@ class Trainer:
         )
 
 
-def plan_step(
-    contents: Sequence[ShardContent], algorithm: AlgorithmSection, step: int, norm: float, zeros_count: bool = True
-) -> StepPlan:
-    """Advantages, weights and rows of a step. The denominators are the whole step's, fixed here once.
-
-    Args:
-      norm: the constant of reductions that have one, tokens.
-      zeros_count: whether anything but the advantage pushes on a token. If not, groups whose advantages are all 0 have
-        no gradient: they stay in the denominators, and get no rows.
-    """
+def plan_step(contents: Sequence[ShardContent], algorithm: AlgorithmSection, step: int, norm: float) -> StepPlan:
+    """Advantages, weights and rows of a step. The denominators are the whole step's, fixed here once."""
     groups = list(all_groups(contents))
     advantages = [_advantages(algorithm.advantage, group) for group, _ in groups]
     is_equal = [not a.any() for a in advantages]
@@ -164,7 +150,7 @@ def plan_step(
     rows: list[Row] = []
     for (group, places), group_advantages, keep in zip(groups, advantages, kept, strict=True):
         group_weights = np.array([next(weights) for _ in group.samples])
-        if keep and (zeros_count or group_advantages.any()):
+        if keep:
             rows += group_rows(group, places, group_advantages, group_weights)
     return StepPlan(
         rows=tuple(rows),

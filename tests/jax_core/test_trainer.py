@@ -77,28 +77,6 @@ def test_a_group_of_equal_rewards_trains_nothing_and_leaves_the_denominator():
     assert abs(counted[0]) < abs(loss_and_gradient(mixed)[0])
 
 
-def test_equal_groups_that_count_but_have_no_gradient_are_not_computed_and_nothing_else_changes():
-    equal = [[(r, 0.1) for r, _ in group] for group in random_groups(np.random.default_rng(3), groups=1, samples=8)]
-    contents = [content(random_groups(np.random.default_rng(2))), content(equal, element=1, first=3)]
-    trainer = Trainer(CONFIG, recipe(algorithm={"skip_equal_groups": False}))
-    spared, whole = (plan_step(contents, trainer.recipe.algorithm, 0, 24, zeros_count=all_) for all_ in (False, True))
-    assert spared.trained_tokens == whole.trained_tokens and len(spared.rows) < len(whole.rows)
-    loss, gradient = trainer.loss_and_gradient(params(), contents, 0)
-    expected, sums, _ = trainer._gradient(params(), whole.rows)
-    assert_same((loss, gradient), (float(sums["loss"]), expected), relative=1e-6)
-
-
-def test_a_step_of_equal_groups_that_count_moves_by_its_momentum_alone():
-    trainer = Trainer(CONFIG, recipe(algorithm={"skip_equal_groups": False}))
-    equal = [[(r, 1.0) for r, _ in group] for group in random_groups(np.random.default_rng(6))]
-    still, metrics = trainer.update(trainer.init(params()), [content(equal)])
-    jax.tree.map(np.testing.assert_array_equal, still.params, trainer.init(params()).params)
-    assert metrics["trainer/grad_norm"] == 0.0 and metrics["trainer/micro_batches"] == 0
-    moving, _ = trainer.update(trainer.init(params()), [content(random_groups(np.random.default_rng(2)))])
-    moved, _ = trainer.update(moving, [content(equal)])
-    assert any(map(np.any, jax.tree.leaves(jax.tree.map(lambda new, old: new != old, moved.params, moving.params))))
-
-
 def test_an_entropy_bonus_is_so_much_less_loss_and_raises_the_entropy():
     contents = [content(random_groups(np.random.default_rng(9)))]
     trainer = {bonus: Trainer(CONFIG, recipe(algorithm={"entropy_bonus": bonus})) for bonus in (0.0, 0.5)}
