@@ -23,6 +23,7 @@ import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 
 from jax_core.trees import NestedDict
 from schemas.errors import UserError
+from schemas.local_files import sync
 
 FILES = "FILES.json"  # digests of a tree's files, beside them
 
@@ -138,11 +139,3 @@ def sync_tree(folder: Path) -> None:
         for name in files:
             sync(Path(parent, name))
         sync(Path(parent))
-
-
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

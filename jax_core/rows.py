@@ -101,13 +101,12 @@ def micro_batches(
     brief is not computed in rows that are mostly padding, and at most a handful of shapes is ever compiled.
     """
     row_tokens = _halved(row_tokens, max((_length(row) for row in rows), default=row_tokens))
-    most_prompts = prompts_each
-    shape = {"rows": rows_each, "prompts": most_prompts, "row_tokens": row_tokens, "prompt_tokens": prompt_tokens}
+    shape = {"rows": rows_each, "prompts": prompts_each, "row_tokens": row_tokens, "prompt_tokens": prompt_tokens}
     batch: list[Row] = []
     prompts: list[bytes] = []
     for row in rows:
         is_new = row.prompt.tobytes() not in prompts
-        if len(batch) == rows_each or (is_new and len(prompts) == most_prompts):
+        if len(batch) == rows_each or (is_new and len(prompts) == prompts_each):
             yield lay_rows(batch, **shape)
             batch, prompts, is_new = [], [], True
         if is_new:

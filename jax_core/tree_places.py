@@ -31,9 +31,10 @@ from typing import Protocol
 from uuid import uuid4
 
 from jax_core.faults import crash_point
-from jax_core.orbax_files import FILES, THE_USERS, file_digests, restore_tree, save_tree, sync
+from jax_core.orbax_files import FILES, THE_USERS, file_digests, restore_tree, save_tree
 from jax_core.trees import NestedDict, tree_digest
 from schemas.errors import UserError
+from schemas.local_files import sync
 from schemas.object_files import ObjectFiles
 from schemas.store import RunStore
 

@@ -53,7 +53,7 @@ class LocalFiles:
             else:
                 created = False
             # Also for a loser: who is told that the key exists must not lose it because its writer died before syncing.
-            _sync_folder(path.parent)
+            sync(path.parent)
         return created
 
     def put(self, key: str, data: bytes) -> None:
@@ -61,7 +61,7 @@ class LocalFiles:
         with _named_errors(key):
             with _staged(path, data) as staged:
                 os.replace(staged, path)
-            _sync_folder(path.parent)
+            sync(path.parent)
 
     def get(self, key: str) -> bytes:
         path = self._root / key
@@ -204,11 +204,12 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir()
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
-    _sync_folder(folder.parent)
+    sync(folder.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync(path: Path) -> None:
+    """Makes a file's content, or the names in a folder, outlive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:

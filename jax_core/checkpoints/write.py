@@ -10,7 +10,6 @@ complete checkpoint. Tensors are made one at a time, so that little more than th
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from jax_core.models.decoder import Params
 from jax_core.models.families import tensor_rules, write_config
 from jax_core.models.tensor_rules import TensorRule
 from schemas.errors import UserError
+from schemas.local_files import sync
 from schemas.text import to_json
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16, "float16": np.dtype(np.float16)}
@@ -85,24 +85,16 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         try:
             yield partial
             for file in (*partial.iterdir(), partial):
-                _sync(file)
+                sync(file)
             partial.chmod(0o755)  # made for its owner alone
             partial.rename(folder)  # fails if somebody has put something there meanwhile
-            _sync(folder.parent)
+            sync(folder.parent)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
     except OSError as error:
         reason = f"cannot be written: {error.strerror or error}."
         raise UserError(str(folder), reason, "Check the path, its permissions and the space there.") from error
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
