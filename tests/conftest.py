@@ -11,6 +11,7 @@ import gc
 import hashlib
 import os
 import platform
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +21,14 @@ import pytest
 PROCESSOR_FACTS = ("model name", "flags", "Features")  # in /proc/cpuinfo, of x86 and of ARM
 
 
+MAPPINGS = Path("/proc/self/maps")  # of Linux; elsewhere there is no such limit
+MAPPINGS_KEPT = 20_000  # one module's tests add some 15,000 at most
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Tells JAX where, before anything imports it. By environment, so that processes which tests start share it."""
+    # A shell's background jobs ignore interrupts, and so would all that the tests start to interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     cache = getattr(config, "cache", None)
     if cache is not None:  # it is, with -p no:cacheprovider
         folder = cache.mkdir(f"jax-{_processor()}")
@@ -45,6 +52,7 @@ def compiled_programs_are_let_go() -> Iterator[None]:
     The thousands that all tests compile go beyond that; the next compilation then ends the process without a word.
     """
     yield
-    if jax := sys.modules.get("jax"):  # only where a test has imported it
+    jax = sys.modules.get("jax")  # only where a test has imported it
+    if jax and MAPPINGS.exists() and len(MAPPINGS.read_bytes().splitlines()) > MAPPINGS_KEPT:
         jax.clear_caches()
         gc.collect()
