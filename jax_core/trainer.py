@@ -49,6 +49,7 @@ class StepPlan:
     trained_tokens: int
     trained_groups: int
     equal_groups: int
+    spared_tokens: int  # of equal groups that count in the denominators, and are not computed
     lags: np.ndarray  # int [N], steps between the sampling policy and this step, of each trained sequence
 
 
@@ -80,20 +81,22 @@ class Trainer:
     def update(self, state: TrainState, contents: Sequence[ShardContent]) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step on all of a step's data; metrics by their names in `schemas.metrics`.
 
-        A step with nothing to train (all groups equal, or all samples failed) leaves weights and optimizer state as
-        they are, and still counts.
+        A step with nothing to train (all groups skipped as equal, or all samples failed) leaves weights and optimizer
+        state as they are, and still counts. Where all its groups are equal and count, its gradient is 0, and weights
+        move by the momentum that they have. What is not computed is in no metric of tokens.
         """
         plan = plan_step(contents, self.recipe.algorithm, state.step, self.recipe.rollout.branch_tokens)
         rate = learning_rate(self.recipe.trainer.optimizer, state.step, self.recipe.trainer.steps)
         counted = _counts(plan) | {"trainer/learning_rate": rate}
-        if not plan.rows:
+        if not plan.rows and not plan.spared_tokens:
             return TrainState(state.params, state.opt_state, state.step + 1), counted
         gradient, sums, batches = self._gradient(state.params, plan.rows)
         section = self.recipe.trainer.optimizer
         params, opt_state, norm = apply_update(section, state.params, state.opt_state, gradient, rate)
-        measured = _measurements({name: float(sums[name]) for name in _SUMS})
-        measured |= _router_measurements(self.config, sums["routers"])
-        counted |= measured | {"trainer/grad_norm": float(norm), "trainer/micro_batches": batches}
+        counted |= {"trainer/grad_norm": float(norm), "trainer/micro_batches": batches}
+        if batches:
+            counted |= _measurements({name: float(sums[name]) for name in _SUMS})
+            counted |= _router_measurements(self.config, sums["routers"])
         return TrainState(params, opt_state, state.step + 1), counted
 
     def loss_and_gradient(self, params: Params, contents: Sequence[ShardContent], step: int) -> tuple[float, Params]:
@@ -140,25 +143,34 @@ def plan_step(contents: Sequence[ShardContent], algorithm: AlgorithmSection, ste
     groups = list(all_groups(contents))
     advantages = [_advantages(algorithm.advantage, group) for group, _ in groups]
     is_equal = [not a.any() for a in advantages]
-    kept = [not (equal and algorithm.skip_equal_groups) for equal in is_equal]
-    counts = [
-        [trained_tokens(s.rollout) if keep else 0 for s in group.samples]
-        for (group, _), keep in zip(groups, kept, strict=True)
-    ]
-    flat = np.array([n for group in counts for n in group], np.int64)
-    weights = iter(REDUCTIONS[algorithm.reduction](flat, norm=norm))
+    counted = _tokens(groups, [not equal or algorithm.equal_groups != "skip" for equal in is_equal])
+    computed = _tokens(groups, [not equal or algorithm.equal_groups == "train" for equal in is_equal])
+    weights = iter(REDUCTIONS[algorithm.reduction](np.concatenate([*counted, _NONE]), norm=norm))
     rows: list[Row] = []
-    for (group, places), group_advantages, keep in zip(groups, advantages, kept, strict=True):
+    for (group, places), group_advantages, tokens in zip(groups, advantages, computed, strict=True):
         group_weights = np.array([next(weights) for _ in group.samples])
-        if keep:
+        if tokens.any():
             rows += group_rows(group, places, group_advantages, group_weights)
+    trained = sum(int(tokens.sum()) for tokens in computed)
     return StepPlan(
         rows=tuple(rows),
-        trained_tokens=int(flat.sum()),
-        trained_groups=sum(any(n) for n in counts),
+        trained_tokens=trained,
+        trained_groups=sum(bool(tokens.any()) for tokens in computed),
         equal_groups=sum(is_equal),
-        lags=_lags(groups, counts, step),
+        spared_tokens=sum(int(tokens.sum()) for tokens in counted) - trained,
+        lags=_lags(groups, computed, step),
     )
+
+
+_NONE = np.zeros(0, np.int64)  # so that a step without groups has an array of counts too
+
+
+def _tokens(groups: Sequence[tuple[Group, Sequence[Placement]]], takes_part: Sequence[bool]) -> list[np.ndarray]:
+    """Trained tokens of each sample, int64 [G] a group: 0 for groups that do not take part."""
+    return [
+        np.array([trained_tokens(s.rollout) if part else 0 for s in group.samples], np.int64)
+        for (group, _), part in zip(groups, takes_part, strict=True)
+    ]
 
 
 def _advantages(name: str, group: Group) -> np.ndarray:
@@ -167,7 +179,7 @@ def _advantages(name: str, group: Group) -> np.ndarray:
     return advantages_of(name, rewards, valid)
 
 
-def _lags(groups: Sequence[tuple[Group, Sequence[Placement]]], counts: list[list[int]], step: int) -> np.ndarray:
+def _lags(groups: Sequence[tuple[Group, Sequence[Placement]]], counts: Sequence[np.ndarray], step: int) -> np.ndarray:
     oldest = [
         min(span.policy_version for span in sample.rollout.versions)
         for (group, _), group_counts in zip(groups, counts, strict=True)

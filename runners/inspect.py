@@ -432,7 +432,7 @@ def stage_reports(events: Sequence[MetricEvent], recipe: Recipe | None) -> list[
     groups, sampled = total("prompts/groups"), total("rollout/sampled_tokens")
     trajectories, scored = total("rollout/trajectories"), total("reward/trajectories")
     placed, packed_tokens = total("pack/trajectories"), total("pack/tokens")
-    skips_equal = recipe is None or recipe.algorithm.skip_equal_groups
+    skips_equal = recipe is None or recipe.algorithm.equal_groups != "train"
     make = _StageMaker(events, _span_of(events))
     return [
         make("prompts", None, groups, "groups", {}, seconds=None, notes=_waited(events)),

@@ -236,8 +236,8 @@ def _why_left_out(
     versions = [span.policy_version for s in group.samples for span in s.rollout.versions]
     if versions and step - min(versions) > recipe.rollout.max_lag:
         return f"its group was sampled by version {min(versions)}, more than max_lag={recipe.rollout.max_lag} steps ago"
-    if recipe.algorithm.skip_equal_groups and not advantages.any():
-        return "all advantages of its group are 0 (equal rewards), and skip_equal_groups is on"
+    if (choice := recipe.algorithm.equal_groups) != "train" and not advantages.any():
+        return f"all advantages of its group are 0 (equal rewards), and algorithm.equal_groups is {choice!r}"
     return None
 
 

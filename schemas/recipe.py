@@ -270,8 +270,10 @@ class AlgorithmSection(Section):
         0.0,
         description="entropy of each trained token, nats, that counts as so much less loss; keeps a policy exploring",
     )
-    skip_equal_groups: bool = Field(
-        True, description="groups whose rewards are all equal are left out of the update and of its denominator"
+    equal_groups: Literal["skip", "count", "train"] = Field(
+        "skip",
+        description="groups whose advantages are all 0, as their rewards are equal: left out of the update and of its "
+        "denominator; counted there without being computed; or computed like all others",
     )
 
     @model_validator(mode="after")
@@ -390,7 +392,23 @@ class Recipe(Section):
                 f"rollout.samples_per_prompt=1 with algorithm.advantage={self.algorithm.advantage!r}: a group of one "
                 "has no baseline, every advantage is 0 and nothing is learned. Sample at least 2, or use 'reinforce'."
             )
+        yield from self._equal_group_conflicts()
         yield from self._chat_conflicts()
+
+    def _equal_group_conflicts(self) -> Iterator[str]:
+        if self.algorithm.equal_groups != "count":
+            return
+        others = {
+            "algorithm.entropy_bonus": self.algorithm.entropy_bonus,
+            "model.router_balance": self.model.router_balance,
+        }
+        for name, weight in others.items():
+            if weight:
+                yield (
+                    f"algorithm.equal_groups='count' with {name}={weight}: that gives tokens a gradient whatever their "
+                    "advantage, and those of equal groups would go without. Set equal_groups='train', which computes "
+                    "them, or 'skip', which leaves them out of the mean too."
+                )
 
     def _chat_conflicts(self) -> Iterator[str]:
         if self.tokenizer.kind == "checkpoint" and not self.model.checkpoint:

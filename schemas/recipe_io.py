@@ -71,7 +71,7 @@ def recipe_to_json(recipe: Recipe) -> bytes:
 
 
 def recipe_from_json(data: bytes, name: str) -> Recipe:
-    """The recipe that `recipe_to_json` wrote.
+    """The recipe that `recipe_to_json` wrote, of this release or an earlier one.
 
     Raises:
       DamagedDataError: naming `name`, if `data` is torn or does not fit this program's recipe.
@@ -82,11 +82,21 @@ def recipe_from_json(data: bytes, name: str) -> Recipe:
         raise DamagedDataError(name, f"is not whole JSON ({error}).", "Restore the file from a copy.") from error
     if not isinstance(value, dict):
         raise DamagedDataError(name, "is not a JSON object.", "Restore the file from a copy.")
+    value = _in_todays_words(value)
     problems = _problems(value)
     if problems:
         said = _error(name, problems)
         raise DamagedDataError(said.offender, said.reason, said.way_out)
     return _validated(value)
+
+
+def _in_todays_words(data: dict[str, Any]) -> dict[str, Any]:
+    """A stored recipe with the keys that have another name now. Recipes that people write must use the new ones."""
+    algorithm = data.get("algorithm")
+    if not isinstance(algorithm, dict) or not isinstance(algorithm.get("skip_equal_groups"), bool):
+        return data
+    kept = {key: value for key, value in algorithm.items() if key != "skip_equal_groups"}
+    return data | {"algorithm": {"equal_groups": "skip" if algorithm["skip_equal_groups"] else "train"} | kept}
 
 
 def differences(a: Recipe, b: Recipe) -> list[str]:

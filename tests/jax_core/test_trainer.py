@@ -73,8 +73,57 @@ def test_a_group_of_equal_rewards_trains_nothing_and_leaves_the_denominator():
     equal = [[(r, 0.1) for r, _ in group] for group in random_groups(np.random.default_rng(3), groups=1, samples=8)]
     mixed = [content(groups)]
     assert_same(loss_and_gradient([*mixed, content(equal, element=1, first=3)]), loss_and_gradient(mixed), relative=0)
-    counted = loss_and_gradient([*mixed, content(equal, element=1, first=3)], algorithm={"skip_equal_groups": False})
+    counted = loss_and_gradient([*mixed, content(equal, element=1, first=3)], algorithm={"equal_groups": "train"})
     assert abs(counted[0]) < abs(loss_and_gradient(mixed)[0])
+
+
+def mixed_and_equal():
+    """A shard of mixed groups, and one whose group agrees: it has more samples than any of the others."""
+    equal = [[(r, 0.0) for r, _ in group] for group in random_groups(np.random.default_rng(3), groups=1, samples=8)]
+    return [content(random_groups(np.random.default_rng(2)))], [content(equal, element=1, first=3)]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: "-".join(a.values()))
+def test_equal_groups_that_count_have_the_gradient_of_computing_them_without_its_cost(algorithm, rows):
+    mixed, equal = mixed_and_equal()
+    plans, found = {}, {}
+    for choice in ("count", "train"):
+        trainer = Trainer(
+            CONFIG, recipe(algorithm=algorithm | {"equal_groups": choice}, trainer={"micro_batch_rows": rows})
+        )
+        found[choice] = trainer.loss_and_gradient(params(), [*mixed, *equal], step=0)
+        plans[choice] = plan_step([*mixed, *equal], trainer.recipe.algorithm, step=0, norm=24)
+    assert len(plans["count"].rows) < len(plans["train"].rows)
+    assert plans["count"].trained_tokens + plans["count"].spared_tokens == plans["train"].trained_tokens
+    assert_same(found["count"], found["train"], relative=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: "-".join(a.values()))
+def test_skipped_groups_differ_from_counted_ones_by_the_denominator_alone(algorithm):
+    mixed, equal = mixed_and_equal()
+    loss, gradient = loss_and_gradient([*mixed, *equal], algorithm=algorithm | {"equal_groups": "count"})
+    skipped = loss_and_gradient([*mixed, *equal], algorithm=algorithm | {"equal_groups": "skip"})
+    sizes = {
+        name: [int(s.rollout.loss_mask.sum()) for c in shards for group in c.groups for s in group.samples]
+        for name, shards in (("counted", [*mixed, *equal]), ("skipped", mixed))
+    }
+    of = sum if algorithm["reduction"] == "token_mean" else np.count_nonzero
+    ratio = of(sizes["counted"]) / of(sizes["skipped"])
+    assert ratio > 1.2
+    assert_same((loss * ratio, jax.tree.map(lambda leaf: leaf * ratio, gradient)), skipped)
+
+
+def test_a_step_of_equal_groups_that_count_moves_by_its_momentum_as_if_they_were_computed():
+    mixed, equal = mixed_and_equal()
+    before, _ = Trainer(CONFIG, recipe()).update(Trainer(CONFIG, recipe()).init(params()), mixed)
+    after = {}
+    for choice in ("skip", "count", "train"):
+        after[choice], metrics = Trainer(CONFIG, recipe(algorithm={"equal_groups": choice})).update(before, equal)
+        assert (metrics["trainer/micro_batches"] > 0) == (choice == "train")
+    jax.tree.map(np.testing.assert_array_equal, after["count"].params, after["train"].params)
+    jax.tree.map(np.testing.assert_array_equal, after["skip"].params, before.params)
+    assert not np.array_equal(after["count"].params["embedding"], before.params["embedding"])
 
 
 def test_an_entropy_bonus_is_so_much_less_loss_and_raises_the_entropy():
@@ -139,7 +188,7 @@ def test_a_step_with_nothing_to_train_keeps_the_weights_and_still_counts():
 def test_metrics_are_those_of_the_whole_step():
     """Recomputed in NumPy from the scores of every trajectory, over micro-batches of uneven content."""
     weights, groups = params(), random_groups(np.random.default_rng(7), groups=4)
-    trainer = Trainer(CONFIG, recipe(trainer={"micro_batch_rows": 2}, algorithm={"skip_equal_groups": False}))
+    trainer = Trainer(CONFIG, recipe(trainer={"micro_batch_rows": 2}, algorithm={"equal_groups": "train"}))
     scores = trainer.score(weights, [content(groups)])
     _, metrics = trainer.update(trainer.init(weights), [content(groups)])
     made = [r for group in groups for r, _ in group]

@@ -102,7 +102,7 @@ def recipe_of(folder: Path, **sections: dict[str, Any]) -> Recipe:
             "checkpoint_every": 2,
             "optimizer": {"schedule": "constant", "learning_rate": 1e-2},
         },
-        "algorithm": {"skip_equal_groups": False},
+        "algorithm": {"equal_groups": "train"},
         "evaluation": {"every": 0, "test_prompts": 4, "samples": 2},
     }
     for name, section in sections.items():

@@ -36,7 +36,7 @@ def sums_recipe(folder: Path, **task: Any) -> Recipe:
                 "cohorts": 1,
             },
             "trainer": {"steps": 2, "micro_batch_rows": 8, "row_tokens": 8, "checkpoint_every": 2},
-            "algorithm": {"skip_equal_groups": False},
+            "algorithm": {"equal_groups": "train"},
             "evaluation": {"every": 0, "test_prompts": 4, "samples": 2},
         }
     )

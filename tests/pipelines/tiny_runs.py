@@ -68,7 +68,7 @@ def tiny_recipe(**sections: dict[str, Any]) -> Recipe:
             "keep_policies": 2,
             "optimizer": {"schedule": "constant", "learning_rate": 1e-2},
         },
-        "algorithm": {"skip_equal_groups": False},
+        "algorithm": {"equal_groups": "train"},
     }
     for name, section in sections.items():
         settings[name] = settings.get(name, {}) | section

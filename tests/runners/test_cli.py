@@ -62,7 +62,7 @@ micro_batch_rows = 8
 row_tokens = 24
 optimizer = {schedule = "constant", learning_rate = 1e-2}
 [algorithm]
-skip_equal_groups = false
+equal_groups = "train"
 [evaluation]
 every = 2
 curve_prompts = 2

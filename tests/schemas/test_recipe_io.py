@@ -83,6 +83,15 @@ def test_a_recipe_comes_back_from_json_exactly(write: Write) -> None:
     assert recipe_to_json(recipe) == recipe_to_json(recipe_from_json(recipe_to_json(recipe), "config.json"))
 
 
+@pytest.mark.parametrize(("then", "now"), [("true", "skip"), ("false", "train")])
+def test_a_stored_recipe_of_an_earlier_release_is_read_in_todays_words(then: str, now: str) -> None:
+    stored = recipe_to_json(Recipe(name="lake"))
+    earlier = stored.replace(b'"equal_groups": "skip"', b'"skip_equal_groups": ' + then.encode())
+    assert earlier != stored
+    read = recipe_from_json(earlier, "config.json")
+    assert read == with_overrides(Recipe(name="lake"), [f"algorithm.equal_groups={now}"])
+
+
 # What is wrong is said --------------------------------------------------------------------------------------------
 
 
@@ -184,6 +193,8 @@ def test_a_recipe_without_a_name_is_told_so(write: Write) -> None:
         (["model.heads=3", "model.kv_heads=2"], "heads=3 is not a multiple of kv_heads=2"),
         (["trainer.row_tokens=32"], "the longest trajectory would fit no training row and be lost"),
         (["rollout.samples_per_prompt=1"], "a group of one has no baseline"),
+        (["algorithm.equal_groups=count", "algorithm.entropy_bonus=0.1"], "would go without. Set equal_groups='train'"),
+        (["algorithm.equal_groups=count", "model.router_balance=0.1"], "with model.router_balance=0.1"),
         (["rollout.elements_per_step=3"], "elements have one fixed shape"),
         (["tokenizer.alphabet=aab"], "more than once"),
         (["tokenizer.kind=checkpoint"], "there is no checkpoint to take it from"),
