@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,14 @@ from jax_core.trainer import apply_update, target_logprobs
 from schemas.identity import seed_int
 from schemas.recipe import OptimizerSection, Recipe
 
-Demonstration = tuple[np.ndarray, np.ndarray]  # tokens int32 [T], mask bool [T]: True on the demonstrated answers
+
+class DemonstratedEpisode(NamedTuple):
+    """One episode as the agent would have seen it."""
+
+    tokens: np.ndarray  # int32 [T]
+    mask: np.ndarray  # bool [T], True on the answers that are taught; at least one is
+    prompt_length: int  # tokens before the first answer, taught or not
+
 
 _LENGTH_STEP = 8  # rows are padded to a multiple of this
 
@@ -32,7 +39,7 @@ def supervised(
     config: ModelConfig,
     recipe: Recipe,
     params: Params,
-    demonstrations: Sequence[Demonstration],
+    demonstrations: Sequence[DemonstratedEpisode],
     report: Callable[[int, dict[str, float]], None],
     base: Params | None = None,
 ) -> Params:
@@ -42,7 +49,7 @@ def supervised(
     context only.
 
     Args:
-      demonstrations: each begins with a prompt (mask False) of at most `recipe.rollout.prompt_tokens` tokens.
+      demonstrations: each prompt has at most `recipe.rollout.prompt_tokens` tokens.
       report: called after each step with its number and {"warm_start/loss", "warm_start/tokens",
         "warm_start/learning_rate"}.
       base: the weights that `params` are adapters of, where the recipe trains adapters.
@@ -75,22 +82,26 @@ def _draws(seed: int, count: int, batch: int, steps: int) -> Iterator[np.ndarray
         waiting = waiting[batch:]
 
 
-def _branch_tokens(demonstration: Demonstration) -> int:
-    sampled = np.flatnonzero(demonstration[1])
-    return int(sampled[-1] + 1 - sampled[0])
+def _branch_tokens(demonstration: DemonstratedEpisode) -> int:
+    return _end(demonstration) - demonstration.prompt_length
+
+
+def _end(demonstration: DemonstratedEpisode) -> int:
+    """Behind the last token that is taught."""
+    return int(np.flatnonzero(demonstration.mask)[-1]) + 1
 
 
 def _rows_of(
-    chosen: Sequence[Demonstration], rows: int, length: int, prompt_tokens: int
+    chosen: Sequence[DemonstratedEpisode], rows: int, length: int, prompt_tokens: int
 ) -> tuple[MicroBatch[np.ndarray], int]:
-    total = sum(int(mask.sum()) for _, mask in chosen)
-    laid = [_row(tokens, mask, 1.0 / total) for tokens, mask in chosen]
+    total = sum(int(demonstration.mask.sum()) for demonstration in chosen)
+    laid = [_row(demonstration, 1.0 / total) for demonstration in chosen]
     return lay_rows(laid, rows=rows, prompts=rows, row_tokens=length, prompt_tokens=prompt_tokens), total
 
 
-def _row(tokens: np.ndarray, mask: np.ndarray, weight: float) -> Row:
-    sampled = np.flatnonzero(mask)
-    start, end = int(sampled[0]), int(sampled[-1]) + 1
+def _row(demonstration: DemonstratedEpisode, weight: float) -> Row:
+    tokens, mask, start = demonstration
+    end = _end(demonstration)
     branch = Branch(
         inputs=tokens[start - 1 : end - 1],
         targets=tokens[start:end],

@@ -5,6 +5,9 @@ A demonstration is an episode as the agent would have seen it, with good answers
     tokens  ^ a b \n f G \n a   R   b   D          (the prompt, then answer, position, answer)
     mask    . . . .  . . .  .   x   .   x          x: trained
 
+It may begin with answers that lead astray: these are seen and not trained, so a policy learns to recover from a mistake
+without learning to make it.
+
 The environment writes its own text, so a policy that was warmed up meets nothing new when it starts to sample.
 
 Left out on purpose: demonstrations from files, and validation (the learning curve's first point is version 0).
@@ -24,7 +27,7 @@ from jax_core.chat import Dialogue
 from jax_core.lora import init_adapters
 from jax_core.models.decoder import Params
 from jax_core.policies import tree_digest
-from jax_core.warm_start import supervised
+from jax_core.warm_start import DemonstratedEpisode, supervised
 from schemas.errors import UserError
 from schemas.identity import seed_int
 from schemas.manifest import PolicyCommit
@@ -33,7 +36,7 @@ from schemas.recipe import Recipe
 from schemas.records import Prompt
 from stages.counters import count
 from stages.prompts.datasets import training_prompts
-from stages.rollout.environments import ENVIRONMENTS, Environment
+from stages.rollout.environments import ENVIRONMENTS, Demonstration, Environment
 from stages.runtime import Runtime, runtime
 
 Report = Callable[[int, Mapping[str, float]], None]
@@ -86,8 +89,8 @@ def _metered(shared: Runtime, report: Report) -> Report:
     return write
 
 
-def demonstrations(shared: Runtime) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Demonstrated episodes of training prompts, as (tokens int32 [T], mask bool [T]), true where an answer is.
+def demonstrations(shared: Runtime) -> list[DemonstratedEpisode]:
+    """Demonstrated episodes of training prompts.
 
     The prompts are drawn without repeats, in an order of their own: not those that training begins with.
 
@@ -108,8 +111,8 @@ def demonstrations(shared: Runtime) -> list[tuple[np.ndarray, np.ndarray]]:
     return fitting
 
 
-def demonstration(prompt: Prompt, dialogue: Dialogue, recipe: Recipe) -> tuple[np.ndarray, np.ndarray] | None:
-    """One demonstrated episode, or None if its prompt is longer than the recipe allows, or no answer fits.
+def demonstration(prompt: Prompt, dialogue: Dialogue, recipe: Recipe) -> DemonstratedEpisode | None:
+    """One demonstrated episode, or None if its prompt is longer than the recipe allows, or no taught answer fits.
 
     It ends where an agent's episode would: at the environment's end, or where no longest answer has room any more.
     """
@@ -118,23 +121,23 @@ def demonstration(prompt: Prompt, dialogue: Dialogue, recipe: Recipe) -> tuple[n
         raise UserError(
             f"task.environment={recipe.task.environment!r}", "it has no demonstrations.", "Set warm_start.steps=0."
         )
-    answers = kind.demonstrate(prompt, recipe.task.options)
+    shown = kind.demonstrate(prompt, recipe.task.options)
     environment = kind.make(recipe.task.options)
     try:
-        return _play(environment, prompt, answers, dialogue.fork(), recipe)
+        return _play(environment, prompt, shown, dialogue.fork(), recipe)
     finally:
         environment.close()
 
 
 def _play(
-    environment: Environment, prompt: Prompt, answers: Sequence[str], dialogue: Dialogue, recipe: Recipe
-) -> tuple[np.ndarray, np.ndarray] | None:
+    environment: Environment, prompt: Prompt, shown: Demonstration, dialogue: Dialogue, recipe: Recipe
+) -> DemonstratedEpisode | None:
     text = environment.reset(prompt, seed_int("demonstration", prompt.prompt_id))
     parts = [dialogue.start(text)]
     if len(parts[0]) > recipe.rollout.prompt_tokens:
         return None
     branch = 0  # tokens after the prompt
-    for answer in answers[: recipe.rollout.max_turns]:
+    for answer in shown.answers[: recipe.rollout.max_turns]:
         answer_tokens = _answer_tokens(answer, dialogue, recipe)
         if answer_tokens is None or branch + recipe.sampling.answer_tokens > recipe.rollout.branch_tokens:
             break
@@ -144,16 +147,17 @@ def _play(
             break
         parts.append(dialogue.reply(answer_tokens, transition.text))
         branch += len(parts[-2]) + len(parts[-1])
-    return _with_mask(parts)
+    return _with_mask(parts, shown.first_taught)
 
 
-def _with_mask(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray] | None:
+def _with_mask(parts: Sequence[np.ndarray], first_taught: int) -> DemonstratedEpisode | None:
     """Joins prompt, answer, text, answer, text, ...; what the environment wrote after the last answer is left out."""
-    if len(parts) == 1:
-        return None
     parts = parts[: len(parts) // 2 * 2]
-    mask = np.concatenate([np.full(len(part), i % 2 == 1) for i, part in enumerate(parts)])
-    return np.concatenate(parts), mask
+    taught = [i % 2 == 1 and i // 2 >= first_taught for i in range(len(parts))]
+    if not any(taught):
+        return None
+    mask = np.concatenate([np.full(len(part), teach) for part, teach in zip(parts, taught, strict=True)])
+    return DemonstratedEpisode(np.concatenate(parts), mask, len(parts[0]))
 
 
 def _answer_tokens(answer: str, dialogue: Dialogue, recipe: Recipe) -> np.ndarray | None:

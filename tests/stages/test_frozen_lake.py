@@ -295,7 +295,7 @@ def test_all_wrong_options_are_told_at_once():
 
 @pytest.mark.parametrize("text", RANDOM_MAPS)
 def test_a_demonstration_reaches_the_goal_in_the_fewest_moves(text):
-    answers = ENVIRONMENTS["frozen_lake"].demonstrate(prompt_of(text), {})
+    answers = ENVIRONMENTS["frozen_lake"].demonstrate(prompt_of(text), {}).answers
     last = play(text, answers)[-1]
     assert last.facts["success"]
     assert len(answers) == last.facts["steps"] == last.facts["optimal_steps"]
@@ -303,11 +303,54 @@ def test_a_demonstration_reaches_the_goal_in_the_fewest_moves(text):
 
 def test_demonstrations_are_the_same_for_one_prompt_id_and_spread_evenly_over_all_shortest_paths():
     # An open 3 x 3 map has 6 shortest paths; 1,200 prompts give each about 200, with a standard deviation of 13.
-    paths = [tuple(demonstrate(prompt_of(OPEN, f"p{i}"), {})) for i in range(1200)]
-    assert paths[:20] == [tuple(demonstrate(prompt_of(OPEN, f"p{i}"), {})) for i in range(20)]
+    paths = [demonstrate(prompt_of(OPEN, f"p{i}"), {}).answers for i in range(1200)]
+    assert paths[:20] == [demonstrate(prompt_of(OPEN, f"p{i}"), {}).answers for i in range(20)]
     counts = collections.Counter(paths)
     assert len(counts) == 6
     assert all(140 < count < 260 for count in counts.values())
+
+
+@pytest.mark.parametrize("text", [DEAD_ENDS, *RANDOM_MAPS])
+def test_a_demonstrated_dead_end_is_walked_into_untaught_and_left_for_the_goal_by_the_shortest_way(text):
+    shown = demonstrate(prompt_of(text), {"dead_ends_shown": 1.0})
+    transitions = play(text, shown.answers, moves_per_size=1000)
+    assert [t.terminated for t in transitions] == [False] * (len(shown.answers) - 1) + [True]
+    assert transitions[-1].facts["success"]
+    walked, rows = shown.first_taught, text.split("\n")
+    if walked == 0:  # a start that leads nowhere but to the goal
+        assert len(rows) == 2
+        return
+    r, c = named_cell(transitions[walked - 1].text, 5)
+    assert rows[r][c] == "F"
+    moved = [list(row.replace("S", "F")) for row in rows]
+    moved[r][c] = "S"
+    assert len(shown.answers) - walked == shortest_path_length(tuple("".join(row) for row in moved))
+
+
+def test_of_the_cells_that_can_be_walked_to_those_are_dead_ends_from_which_nothing_leads_nearer_to_the_goal():
+    # S F F F      From (3, 0) only up is free; from every other cell some way leads right or down.
+    # F H H F
+    # F F H F
+    # F H H G
+    ends = set()
+    for i in range(50):
+        shown = demonstrate(prompt_of(DEAD_ENDS, f"p{i}"), {"dead_ends_shown": 1.0})
+        transitions = play(DEAD_ENDS, shown.answers, moves_per_size=1000)
+        ends.add(transitions[shown.first_taught - 1].text)
+    assert ends == {cell_name((3, 0), 5), cell_name((2, 1), 5)}
+
+
+def test_dead_ends_are_shown_in_the_share_of_demonstrations_that_the_option_says():
+    shown = [demonstrate(prompt_of(DEAD_ENDS, f"p{i}"), {"dead_ends_shown": 0.5}) for i in range(1000)]
+    assert 440 < sum(d.first_taught > 0 for d in shown) < 560
+    assert {d.first_taught for d in shown if d.first_taught} == {3}
+
+
+def test_the_agent_sees_which_ways_are_open_where_it_stands():
+    assert make({"show_ways": True}).reset(prompt_of(RING), 0) == "^abc\nfⓖh\nklm*\na┌"
+    transitions = play(RING, ["D", "x", "D", "R", "R"], show_ways=True)
+    assert [t.text for t in transitions] == ["f│", "?f│", "k└", "l─", ""]
+    assert play(WALLED, ["U"], show_ways=True)[0].text == "a·"
 
 
 def test_a_slippery_lake_has_no_demonstrations():

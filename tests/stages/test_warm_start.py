@@ -41,7 +41,7 @@ def shown(tokens: np.ndarray, mask: np.ndarray) -> str:
 def demonstrated(**rollout_or_sampling: dict[str, int]) -> str | None:
     recipe = tiny_recipe(**rollout_or_sampling)
     sequence = demonstration(LAKE, Runtime("unused", recipe).dialogue, recipe)
-    return None if sequence is None else shown(*sequence)
+    return None if sequence is None else shown(sequence.tokens, sequence.mask)
 
 
 def test_a_demonstration_is_the_conversation_with_only_its_answers_trained() -> None:
@@ -65,6 +65,16 @@ def test_under_a_chat_template_a_demonstration_is_the_conversation_as_the_templa
     )
 
 
+def test_what_leads_astray_is_seen_and_not_taught() -> None:
+    # The only dead end is the cell d, below the start: the way there, D, is not taught.
+    lake = Prompt("lake", "frozen_lake", {"map": "SFF\nFHF\nHHG"})
+    recipe = tiny_recipe(task={"options": {"names_grid": 3, "dead_ends_shown": 1.0}})
+    sequence = demonstration(lake, Runtime("unused", recipe).dialogue, recipe)
+    assert sequence is not None
+    assert shown(sequence.tokens, sequence.mask) == "^abc\ndⓔf\nⓖⓗi*\naDd[U]a[R]b[R]c[D]f[D]"
+    assert sequence.prompt_length == len("^abc\ndⓔf\nⓖⓗi*\na")
+
+
 def test_a_demonstration_ends_where_no_answer_has_room_any_more() -> None:
     # D d D g: four tokens, and the next answer would be the fifth.
     assert demonstrated(rollout={"branch_tokens": 4}) == "^aⓑⓒ\ndⓔⓕ\nghi*\na[D]d[D]"
@@ -81,12 +91,12 @@ def test_demonstrations_are_of_training_prompts_as_many_as_asked_for_and_the_sam
     shared = Runtime(tmp_path, WARM)
     first, second = demonstrations(shared), demonstrations(shared)
     assert len(first) == 8
-    prompts = {shown(tokens[: mask.argmax()], mask[: mask.argmax()]) for tokens, mask in first}
+    prompts = {shown(d.tokens[: d.prompt_length], d.mask[: d.prompt_length]) for d in first}
     lake = ENVIRONMENTS["frozen_lake"].make(WARM.task.options)
     assert prompts <= {lake.reset(shared.prompts[i], 0) for i in range(len(shared.prompts))}
-    for (tokens, mask), (tokens_again, mask_again) in zip(first, second, strict=True):
-        np.testing.assert_array_equal(tokens, tokens_again)
-        np.testing.assert_array_equal(mask, mask_again)
+    for once, again in zip(first, second, strict=True):
+        np.testing.assert_array_equal(once.tokens, again.tokens)
+        np.testing.assert_array_equal(once.mask, again.mask)
 
 
 def test_where_no_demonstration_fits_the_recipe_is_told_so(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Environments by the name that a recipe's `task.environment` gives them."""
 
 from stages.rollout.environments import frozen_lake, question, question_baselines
-from stages.rollout.environments.base import Environment, EnvironmentKind, ScriptedRule, Transition
+from stages.rollout.environments.base import Demonstration, Environment, EnvironmentKind, ScriptedRule, Transition
 
 ENVIRONMENTS: dict[str, EnvironmentKind] = {
     "frozen_lake": EnvironmentKind(
@@ -17,4 +17,4 @@ ENVIRONMENTS: dict[str, EnvironmentKind] = {
     ),
 }
 
-__all__ = ["ENVIRONMENTS", "Environment", "EnvironmentKind", "ScriptedRule", "Transition"]
+__all__ = ["ENVIRONMENTS", "Demonstration", "Environment", "EnvironmentKind", "ScriptedRule", "Transition"]

@@ -71,6 +71,20 @@ class Environment(Protocol):
 
 
 @dataclass(frozen=True)
+class Demonstration:
+    """The answers of one good episode.
+
+    Args:
+      answers: all of them, in order.
+      first_taught: answers before this one only lead to where the good ones begin. A policy sees them and what came of
+        them, and is not taught to give them.
+    """
+
+    answers: tuple[str, ...]
+    first_taught: int = 0
+
+
+@dataclass(frozen=True)
 class ScriptedRule:
     """Something simple that plays an environment, to be beaten before a policy can be said to have learned anything.
 
@@ -93,11 +107,11 @@ class EnvironmentKind:
     Args:
       options_model: the options, each with its default and description.
       make: options -> an environment, ready for `reset`.
-      demonstrate: prompt, options -> the answers of one good episode; None if nobody knows one.
+      demonstrate: prompt, options -> one good episode; None if nobody knows one.
       scripted: recipe -> scripted rules, some of them chosen on training prompts; None if there are no such rules.
     """
 
     options_model: type[BaseModel]
     make: Callable[[Mapping[str, Any] | Any], Environment]
-    demonstrate: Callable[[Prompt, Mapping[str, Any] | Any], list[str]] | None = None
+    demonstrate: Callable[[Prompt, Mapping[str, Any] | Any], Demonstration] | None = None
     scripted: Callable[[Recipe], Sequence[ScriptedRule]] | None = None

@@ -14,6 +14,9 @@ every size. So whatever is to be known about a neighbour is under one of two tok
 learns this several times faster than digits for row and column, which have to be counted out, and than holes that are
 all alike, which it sees only by finding no name (docs/experiments.md).
 
+With `show_ways`, a sign behind each name of the agent's cell shows the ways that are open from there, as an agent that
+stands there would see them: a╷ (down only), f│ (down and up). Which of them leads to the goal is still for it to find.
+
 An answer is a move if it is one of L, D, R, U. Anything else leaves the agent where it is, uses up a move, and is
 answered by '?' before the name. Data sets and payloads keep gymnasium's letters S, F, H, G. Left out: rendering, reward
 for getting nearer, demonstrations on a slippery lake.
@@ -38,7 +41,7 @@ from schemas.identity import seed_int
 from schemas.recipe import Recipe, Section
 from schemas.records import Prompt
 from stages.options import checked_options
-from stages.rollout.environments.base import ScriptedRule, Transition
+from stages.rollout.environments.base import Demonstration, ScriptedRule, Transition
 
 MOVES = "LDRU"  # index is gymnasium's action
 OFFSETS = {"L": (0, -1), "D": (1, 0), "R": (0, 1), "U": (-1, 0)}
@@ -48,6 +51,7 @@ LARGEST_GRID = 9
 NAMES = string.ascii_lowercase + string.digits + "ABCEFGHIJKMNOPQSTVWXYZ" + "αβγδεζηθικλμνξοπρστυφχψ"
 HOLES = "ⓐⓑⓒⓓⓔⓕⓖⓗⓘⓙⓚⓛⓜⓝⓞⓟⓠⓡⓢⓣⓤⓥⓦⓧⓨⓩ" + "⓪①②③④⑤⑥⑦⑧⑨" + "ⒶⒷⒸⒺⒻⒼⒽⒾⒿⓀⓂⓃⓄⓅⓆⓈⓉⓋⓌⓍⓎⓏ" + "ΑΒΓΔΕΖΗΘΙΚΛΜΝΞΟΠΡΣΤΥΦΧΨ"
 SIGNS = "\n*^LDRU?"  # whatever else prompts, turns and answers are written in
+WAYS = "·╴╷┐╶─┌┬╵┘│┤└┴├┼"  # by the sum of 1 if left is open, 2 if down, 4 if right, 8 if up
 
 Rows: TypeAlias = tuple[str, ...]
 Cell: TypeAlias = tuple[int, int]
@@ -65,6 +69,14 @@ class FrozenLakeOptions(Section):
     hole_reward: Annotated[float, Field(le=0.0, allow_inf_nan=False)] = Field(
         0.0, description="reward of falling into a hole; below 0, a policy in a dead end learns to turn back"
     )
+    show_ways: bool = Field(
+        False, description="the agent's cell is followed by a sign of the ways that are open from it: no hole, no edge"
+    )
+    dead_ends_shown: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        0.0,
+        description="share of the demonstrations that first walk into a dead end; only the way out of it, and on to "
+        "the goal, is taught",
+    )
     names_grid: Annotated[int, Field(ge=2, le=LARGEST_GRID)] = Field(
         5,
         description="side of the grid that cells are named on; a larger map is refused. Above 5 the tokenizer needs "
@@ -79,10 +91,10 @@ def alphabet(names_grid: int) -> str:
     """The `tokenizer.alphabet` that lakes on a grid of this side need: the recipe's default up to 5, longer above.
 
     >>> alphabet(5)
-    '\\n*^LDRU?abcdefghijklmnopqrstuvwxyzⓐⓑⓒⓓⓔⓕⓖⓗⓘⓙⓚⓛⓜⓝⓞⓟⓠⓡⓢⓣⓤⓥⓦⓧⓨⓩ'
+    '\\n*^LDRU?abcdefghijklmnopqrstuvwxyzⓐⓑⓒⓓⓔⓕⓖⓗⓘⓙⓚⓛⓜⓝⓞⓟⓠⓡⓢⓣⓤⓥⓦⓧⓨⓩ·╴╷┐╶─┌┬╵┘│┤└┴├┼'
     """
     names = max(len(string.ascii_lowercase), names_grid**2)
-    return SIGNS + NAMES[:names] + HOLES[:names]
+    return SIGNS + NAMES[:names] + HOLES[:names] + WAYS
 
 
 def cell_name(cell: Cell, names_grid: int) -> str:
@@ -97,6 +109,16 @@ def cell_name(cell: Cell, names_grid: int) -> str:
 def named_cell(name: str, names_grid: int) -> Cell:
     """The (row, column) of the cell called `name`."""
     return divmod(NAMES.index(name), names_grid)
+
+
+def ways_sign(rows: Rows, cell: Cell) -> str:
+    """The sign of the ways that lead from `cell` neither into a hole nor off the map.
+
+    >>> ways_sign(("SFF", "FHF", "FFG"), (0, 1))
+    '─'
+    """
+    free = _free_cells(rows)
+    return WAYS[sum(1 << i for i, (_, neighbour) in enumerate(_neighbours(cell)) if neighbour in free)]
 
 
 def make(options: RawOptions) -> FrozenLake:
@@ -117,6 +139,7 @@ class FrozenLake:
 
     def reset(self, prompt: Prompt, seed: int) -> str:
         rows = map_rows(prompt, self._options.names_grid)
+        self._rows = rows
         self._lake = _new_lake(rows, self._options.slippery)
         state, _ = self._lake.reset(seed=seed)
         self._position = divmod(state, len(rows[0]))
@@ -152,7 +175,8 @@ class FrozenLake:
         return self._options.hole_reward if drowned else float(reward), bool(terminated)
 
     def _position_name(self) -> str:
-        return cell_name(self._position, self._options.names_grid)
+        name = cell_name(self._position, self._options.names_grid)
+        return name + _ways_signs(self._rows)[self._position] if self._options.show_ways else name
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -219,6 +243,12 @@ def _map_fault(text: str) -> str | None:
 
 
 @functools.lru_cache(maxsize=1024)
+def _ways_signs(rows: Rows) -> Mapping[Cell, str]:
+    """`ways_sign` of every cell that one can stand on."""
+    return {cell: ways_sign(rows, cell) for cell in _free_cells(rows)}
+
+
+@functools.lru_cache(maxsize=1024)
 def _named_map(rows: Rows, names_grid: int) -> str:
     """The map as a prompt shows it."""
     named = [[_shown(letter, (r, c), names_grid) for c, letter in enumerate(row)] for r, row in enumerate(rows)]
@@ -247,8 +277,11 @@ def shortest_path_length(rows: Rows) -> int | None:
     return _distances(rows).get(_start(rows))
 
 
-def demonstrate(prompt: Prompt, options: RawOptions) -> list[str]:
-    """The answers of one shortest path, drawn uniformly among all of them by a seed that derives from the prompt's id.
+def demonstrate(prompt: Prompt, options: RawOptions) -> Demonstration:
+    """One shortest path, drawn uniformly among all of them by a seed that derives from the prompt's id.
+
+    For a share `dead_ends_shown` of the prompts it begins in a dead end, and the way there is walked first, untaught.
+    Shortest paths alone never turn back, so a policy that only knows them drowns wherever it went wrong.
 
     Raises:
       UserError: the lake is slippery, so no fixed list of moves reaches the goal; or the map has no path.
@@ -264,7 +297,41 @@ def demonstrate(prompt: Prompt, options: RawOptions) -> list[str]:
     if shortest_path_length(rows) is None:
         raise UserError(f"prompt {prompt.prompt_id}", "its map has no path to the goal.", "Leave such maps out.")
     bits = np.random.PCG64(seed_int("demonstration", prompt.prompt_id))
-    return _draw_shortest_path(rows, bits)
+    path = _draw_shortest_path(rows, bits)
+    if int(bits.random_raw()) / 2**64 >= checked.dead_ends_shown:
+        return Demonstration(tuple(path))
+    end = _draw_dead_end(rows, bits)
+    if end is None:
+        return Demonstration(tuple(path))
+    astray = _draw_shortest_path(_redrawn(rows, {end: "G"}, goals="H"), bits)
+    back = _draw_shortest_path(_redrawn(rows, {_start(rows): "F", end: "S"}), bits)
+    return Demonstration((*astray, *back), first_taught=len(astray))
+
+
+def _draw_dead_end(rows: Rows, bits: np.random.PCG64) -> Cell | None:
+    """A cell from which no way leads nearer to a goal, as the crow flies; where there is none, any cell but the start.
+    None if the start leads nowhere but to goals. One can walk there and back without crossing a goal."""
+    start = _start(rows)
+    walked = sorted(_distances(_redrawn(rows, {start: "G"}, goals="H")).keys() - {start})
+    ends = [cell for cell in walked if not _ways_nearer(rows, cell)] or walked
+    return ends[int(bits.random_raw()) % len(ends)] if ends else None
+
+
+def _ways_nearer(rows: Rows, cell: Cell) -> list[str]:
+    free, goals = _free_cells(rows), [cell for cell, letter in _cells(rows).items() if letter == "G"]
+
+    def crow_flies(c: Cell) -> int:
+        return min(abs(c[0] - goal[0]) + abs(c[1] - goal[1]) for goal in goals)
+
+    return [move for move, c in _neighbours(cell) if c in free and crow_flies(c) < crow_flies(cell)]
+
+
+def _redrawn(rows: Rows, letters: Mapping[Cell, str], goals: str = "G") -> Rows:
+    """The map with `goals` in the place of every G, and then `letters` in their cells."""
+    grid = [list(row.replace("G", goals)) for row in rows]
+    for (r, c), letter in letters.items():
+        grid[r][c] = letter
+    return tuple("".join(row) for row in grid)
 
 
 def scripted_rule(rows: Rows, row: int, col: int, moves: Sequence[str]) -> str:
@@ -299,7 +366,8 @@ def _scripted_episode(prompt: Prompt, options: RawOptions) -> bool:
     moves: list[str] = []
     text: Any = environment.reset(prompt, seed_int("scripted", prompt.prompt_id))
     while True:
-        moves.append(scripted_rule(rows, *named_cell(text[-1], checked.names_grid), moves))
+        name = text[-2 if checked.show_ways else -1]
+        moves.append(scripted_rule(rows, *named_cell(name, checked.names_grid), moves))
         transition = environment.step(moves[-1])
         if transition.over:
             return bool(transition.facts["success"])
@@ -332,8 +400,8 @@ def _weighted(closer: Sequence[tuple[str, Cell]], paths: Mapping[Cell, int], dra
 
 def _distances(rows: Rows) -> dict[Cell, int]:
     """Moves from each cell to the nearest goal, over cells that are no holes; unreachable cells are absent."""
-    cells = {(r, c): letter for r, row in enumerate(rows) for c, letter in enumerate(row) if letter != "H"}
-    distances = {cell: 0 for cell, letter in cells.items() if letter == "G"}
+    cells = _free_cells(rows)
+    distances = {cell: 0 for cell, letter in _cells(rows).items() if letter == "G"}
     frontier = deque(distances)
     while frontier:
         cell = frontier.popleft()
@@ -351,6 +419,15 @@ def _path_counts(distances: Mapping[Cell, int]) -> dict[Cell, int]:
         closer = (c for _, c in _neighbours(cell) if distances.get(c) == distances[cell] - 1)
         counts[cell] = sum(counts[c] for c in closer) if distances[cell] else 1
     return counts
+
+
+def _cells(rows: Rows) -> dict[Cell, str]:
+    return {(r, c): letter for r, row in enumerate(rows) for c, letter in enumerate(row)}
+
+
+def _free_cells(rows: Rows) -> set[Cell]:
+    """Where one can stand."""
+    return {cell for cell, letter in _cells(rows).items() if letter != "H"}
 
 
 def _neighbours(cell: Cell) -> list[tuple[str, Cell]]:
