@@ -30,11 +30,10 @@ from schemas.recipe import Recipe
 from schemas.recipe_io import recipe_from_json
 from schemas.records import Prompt, PromptBatch, SamplingRecord, ScoredRollout
 from schemas.store import RunStore
-from stages.options import checked_options
 from stages.prompts.datasets import open_prompts
 from stages.reward.kinds import make_reward
 from stages.reward.reward import score_batch
-from stages.rollout.environments import ENVIRONMENTS, ScriptedRule
+from stages.rollout.environments import ScriptedRule, environment_kind, environment_options
 from stages.rollout.episodes import run_episodes
 from stages.runtime import Runtime, runtime
 from stages.train import StepReport
@@ -244,7 +243,7 @@ class Player:
         self.prompts = [data[i] for i in evenly_spread(len(data), most_prompts)]
         self.recipe = evaluation_recipe(shared.recipe, split, samples, sampling)
         self._shared = shared
-        self._kind = ENVIRONMENTS[shared.recipe.task.environment]
+        self._kind = environment_kind(shared.recipe.task.environment)
         self._reward = make_reward(shared.recipe)
         self._engine = Engine(
             shared.model_config,
@@ -275,7 +274,7 @@ class Player:
             first_group_index=chunk.start,
             prompts=prompts,
         )
-        options = checked_options(self._kind.options_model, self.recipe.task.options, "task.options")
+        options = environment_options(self.recipe.task)
         rollouts = run_episodes(
             self._engine, params, partial(self._kind.make, options), self._shared.dialogue, batch, recipe=self.recipe
         )
@@ -527,7 +526,7 @@ def run_results(shared: Runtime) -> RunResults:
 
 def play_scripted(recipe: Recipe, prompts: Sequence[Prompt]) -> dict[str, list[PromptOutcome]]:
     """What each of the environment's scripted rules makes of each prompt, one episode each, by the rule's label."""
-    scripted = ENVIRONMENTS[recipe.task.environment].scripted
+    scripted = environment_kind(recipe.task.environment).scripted
     rules = scripted(recipe) if scripted else ()
     return {rule.label: [_scripted_outcome(prompt, rule) for prompt in prompts] for rule in rules}
 

@@ -9,11 +9,12 @@ Left out on purpose: where it runs (runner, hosts, directories). A recipe runs u
 from __future__ import annotations
 
 import datetime
+import difflib
 import string
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -171,14 +172,17 @@ class DataSection(Section):
         return self
 
 
+OUR_ENVIRONMENTS = ("frozen_lake", "question")
 ANSWER_REWARDS = ("reasoning_gym", "math", "exact", "regex", "json_schema", "python")
 
 
 class TaskSection(Section):
     """What an episode is: an environment, its options, and its limits."""
 
-    environment: Literal["frozen_lake", "question"] = Field(
-        "frozen_lake", description="environment that episodes run in"
+    environment: str = Field(
+        "frozen_lake",
+        description='environment that episodes run in: frozen_lake, question, or "module:name" or "path.py:name" of '
+        "your own",
     )
     reward: Literal["environment_return", "reasoning_gym", "math", "exact", "regex", "json_schema", "python"] = Field(
         "environment_return", description="reward function"
@@ -190,6 +194,18 @@ class TaskSection(Section):
     )
     reward_seconds_limit: PositiveFloat = Field(10.0, description="a reward that takes longer fails its sample")
 
+    @field_validator("environment")
+    @classmethod
+    def _is_an_environment(cls, environment: str) -> str:
+        if environment not in OUR_ENVIRONMENTS and ":" not in environment:
+            near = difflib.get_close_matches(environment, OUR_ENVIRONMENTS, n=1)
+            guess = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f'{environment!r} is none of {", ".join(OUR_ENVIRONMENTS)}, nor "module:name" or "path.py:name" of '
+                f"one of your own.{guess}"
+            )
+        return environment
+
     @model_validator(mode="after")
     def _reward_scores_it(self) -> TaskSection:
         if self.environment == "question" and self.reward == "environment_return":
@@ -199,8 +215,8 @@ class TaskSection(Section):
             )
         if self.environment != "question" and self.reward in ANSWER_REWARDS:
             raise ValueError(
-                f"reward={self.reward!r} scores the answer to a question, and environment={self.environment!r} asks "
-                "none. Use environment='question', or reward='environment_return'."
+                f"reward={self.reward!r} scores the answer to a question, and environment={self.environment!r} gives "
+                "rewards of its own. Use environment='question', or reward='environment_return'."
             )
         return self
 

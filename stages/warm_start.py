@@ -36,7 +36,7 @@ from schemas.recipe import Recipe
 from schemas.records import Prompt
 from stages.counters import count
 from stages.prompts.datasets import training_prompts
-from stages.rollout.environments import ENVIRONMENTS, Demonstration, Environment
+from stages.rollout.environments import Demonstration, Environment, environment_kind
 from stages.runtime import Runtime, runtime
 
 Report = Callable[[int, Mapping[str, float]], None]
@@ -116,7 +116,7 @@ def demonstration(prompt: Prompt, dialogue: Dialogue, recipe: Recipe) -> Demonst
 
     It ends where an agent's episode would: at the environment's end, or where no longest answer has room any more.
     """
-    kind = ENVIRONMENTS[recipe.task.environment]
+    kind = environment_kind(recipe.task.environment)
     if kind.demonstrate is None:
         raise UserError(
             f"task.environment={recipe.task.environment!r}", "it has no demonstrations.", "Set warm_start.steps=0."

@@ -18,10 +18,13 @@ from runners.cli import app
 from runners.profiles import PROFILES
 from schemas.recipe import Recipe
 from schemas.recipe_io import load_recipe
+from schemas.records import Prompt
 from stages.prompts.datasets import open_prompts
 from stages.reward.base import AnswerReward
 from stages.reward.kinds import make_reward
 from stages.reward.self_test import check_task
+from stages.rollout.environments import environment_kind
+from stages.rollout.episodes import check_transition
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -195,3 +198,15 @@ def test_blocks_of_toml_on_the_pages_are_toml() -> None:
     for page in PAGES:
         for block in blocks(page.read_text(), "toml"):
             tomllib.loads(block)
+
+
+def test_the_environment_of_ones_own_is_one_that_can_be_played(tmp_path: Path) -> None:
+    text = (REPOSITORY / "docs/tasks.md").read_text()
+    (module,) = blocks(text, "python")
+    (tmp_path / "rooms.py").write_text(module)
+    assert '"rooms.py:ROOMS"' in text
+    kind = environment_kind(f"{tmp_path}/rooms.py:ROOMS")
+    rooms = kind.make(kind.options_model.model_validate({"rooms": 2}))
+    assert rooms.reset(Prompt("p", "rooms", {}), seed=0) == "1"
+    steps = [check_transition(rooms.step("any text")) for _ in range(2)]
+    assert [(step.text, step.reward, step.over) for step in steps] == [("1", 0.0, False), ("", 1.0, True)]

@@ -12,18 +12,16 @@ success, unless the function returns a component "success".
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from schemas.errors import UserError
 from schemas.recipe import Recipe
+from stages.named import load_named
 from stages.reward.base import SUCCESS, AnswerOptions, AnswerReward, Scored
 
 Function = Callable[[str, Mapping[str, Any]], Any]
@@ -57,31 +55,14 @@ class _Scorer:
 
 @functools.cache
 def load_function(named: str) -> Function:
-    """The function called `named`; its module is imported once a process.
+    """The function called `named`.
 
     Raises:
       UserError: see `make`.
     """
-    place, _, name = named.rpartition(":")
-    if not place or not name:
-        raise UserError(f"task.reward_options.function={named!r}", "names no function.", WAY_OUT)
-    try:
-        module = _file_module(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-        function = getattr(module, name)
-    except Exception as error:  # a user's module may raise anything
-        said = f"{type(error).__name__}: {error}"
-        raise UserError(f"task.reward_options.function={named!r}", f"cannot be loaded ({said}).", WAY_OUT) from error
+    function = load_named(named, "task.reward_options.function", WAY_OUT)
     try:
         inspect.signature(function).bind("answer", {})
     except (TypeError, ValueError) as error:
         raise UserError(f"task.reward_options.function={named!r}", f"cannot be called ({error}).", WAY_OUT) from None
     return function
-
-
-def _file_module(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"rollstream_reward_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise FileNotFoundError(f"there is no {path}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -16,6 +16,7 @@ from schemas.records import Prompt
 from stages.prompts.datasets import open_prompts
 from stages.reward.base import SUCCESS, AnswerReward
 from stages.reward.kinds import make_reward
+from stages.rollout.environments import environment_options
 from stages.rollout.environments.question import asked_in
 
 PROMPTS_TRIED = 8
@@ -26,11 +27,14 @@ WAY_OUT = (
 
 
 def check_task(recipe: Recipe) -> None:
-    """Refuses a task whose reward cannot work, or whose held-out data is not there, before anything is trained on it.
+    """Refuses a task whose environment or reward cannot work, or whose held-out data is not there, before anything is
+    trained on it.
 
     Raises:
-      UserError: the data or the reward cannot be opened, or the reward fails its test: with an answer that shows it.
+      UserError: the environment, the data or the reward cannot be opened, or has options that it does not know; or the
+        reward fails its test: with an answer that shows it.
     """
+    environment_options(recipe.task)
     reward = make_reward(recipe)
     if not isinstance(reward, AnswerReward) or not reward.options.self_test:
         return

@@ -22,8 +22,7 @@ from schemas.recipe import Recipe
 from schemas.records import PromptBatch, Role, RolloutBatch
 from schemas.records import Rollout as RolloutRecord
 from stages.counters import count_all
-from stages.options import checked_options
-from stages.rollout.environments import ENVIRONMENTS
+from stages.rollout.environments import environment_kind, environment_options
 from stages.rollout.episodes import STAGE, run_episodes
 
 if TYPE_CHECKING:
@@ -33,12 +32,10 @@ if TYPE_CHECKING:
 def roll_out(runtime: Runtime, recipe: Recipe, batch: PromptBatch) -> RolloutBatch:
     """Samples every trajectory of `batch` with what this process shares (engine, weights, dialogue); see
     `run_episodes`."""
-    kind = ENVIRONMENTS[recipe.task.environment]
-    options = checked_options(kind.options_model, recipe.task.options, "task.options")
     return run_episodes(
         runtime.engine,
         runtime.policy_cache.get(batch.policy_version),
-        partial(kind.make, options),
+        partial(environment_kind(recipe.task.environment).make, environment_options(recipe.task)),
         runtime.dialogue,
         batch,
         recipe=recipe,

@@ -20,7 +20,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"data": {"validation_split": "train"}}, "'train' is a held-out split too"),
     ({"data": GENERATED | {"test_split": "exam"}}, "splits are train, validation and test"),
     ({"task": {"environment": "question"}}, "would always be 0"),
-    ({"task": {"reward": "exact"}}, "asks none"),
+    ({"task": {"reward": "exact"}}, "gives rewards of its own"),
     ({"task": QUESTION | {"reward": "reasoning_gym"}}, "know only questions of their own generators"),
 ]
 
