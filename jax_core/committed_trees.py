@@ -95,14 +95,15 @@ class CommittedTrees(Generic[Record]):
             raise DamagedDataError(key, f"speaks of version {record.version}.", "Restore the file from a copy.")
         return record
 
-    def agreed(self, version: int, digest: str) -> Record | None:
-        """The record that holds the version if it has this digest; None if nobody holds it.
+    def held(self, version: int, tree: NestedDict) -> Record | None:
+        """The record that holds the version if it is of this tree; None if nobody holds it.
 
         Raises:
           StalePublisherError: another content holds it.
         """
-        if not self.is_committed(version):
-            return None
+        return self._agreed(version, tree_digest(tree)) if self.is_committed(version) else None
+
+    def _agreed(self, version: int, digest: str) -> Record:
         record = self.record(version)
         if record.digest != digest:
             raise StalePublisherError(
@@ -113,27 +114,31 @@ class CommittedTrees(Generic[Record]):
             )
         return record
 
-    def write(self, tree: NestedDict, ours: Record) -> Record:
+    def write(self, version: int, tree: NestedDict, record_of: Callable[[str], Record]) -> Record:
         """Writes the tree, then COMMIT. Returns the record that holds the version now, ours or an equal one.
+
+        Args:
+          record_of: makes our record, of the tree's digest.
 
         Raises:
           StalePublisherError: another content won.
           LostHoldError: this process is no longer the one that may write here.
         """
-        version, (before_complete, before_commit, after_commit) = ours.version, self.crash_points
+        before_complete, before_commit, after_commit = self.crash_points
         try:
-            self.place.write(self.folder_key(version), ours.digest, tree, before_complete)
+            ours = record_of(self.place.write(self.folder_key(version), tree, before_complete))
         except Exception:
             # Who wins the version sweeps its folder, and so may have taken ours away while we wrote.
             if not self.is_stored(version):
                 raise
+            ours = record_of(tree_digest(tree))
         crash_point(before_commit)
         self.store.check_holds()
         created = self.store.put_new(self.commit_key(version), ours.to_json())
         crash_point(after_commit)
         self.pruned.discard(version)
         self.sweep(version, self.record(version).digest)
-        return ours if created else self.agreed(version, ours.digest) or ours
+        return ours if created else self._agreed(version, ours.digest)
 
     def read(self, version: int, digest: str) -> NestedDict:
         """The tree, verified.

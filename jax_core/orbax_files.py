@@ -1,8 +1,7 @@
 """One tree of arrays in one local folder, and back: an ordinary Orbax PyTree checkpoint, with digests of its files.
 
 Left out on purpose: Orbax's CheckpointManager (its own retention, naming and step bookkeeping would compete with
-COMMIT), asynchronous saves (one takes a few hundredths of a second, and must be durable before it is announced), and
-arrays that are sharded over hosts.
+COMMIT), asynchronous saves (a tree must be durable before it is announced), and arrays that are sharded over hosts.
 """
 
 from __future__ import annotations
@@ -15,17 +14,22 @@ import os
 import re
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 
-from jax_core.trees import NestedDict
+from jax_core.trees import NestedDict, tree_digest
 from schemas.errors import UserError
 from schemas.local_files import sync
 
 FILES = "FILES.json"  # digests of a tree's files, beside them
+
+# Of one file of arrays, about: large trees lie in several, so that several threads write, sync and digest them.
+_FILE_BYTES = 2**27
 
 # What a tree takes on disk besides its arrays, at most: Orbax's indices and descriptions.
 _OVERHEAD_BYTES, _OVERHEAD_BYTES_A_LEAF = 8192, 1024
@@ -55,21 +59,35 @@ logging.getLogger("absl").addFilter(_OrbaxChatter())
 
 def _orbax() -> ocp.PyTreeCheckpointHandler:
     # The bare handler: the Checkpointer around it would rename and commit a second time. OCDBT holds all leaves in a
-    # few files, so there is little to sync. To a compressor weights are noise: twice the time for a tenth less.
-    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
+    # few files, so there is little to sync. To a compressor weights are noise: twice the time for a tenth less. We wait
+    # for a save to end, so the arrays need no copy that others cannot change meanwhile.
+    arrays = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
+    handlers = ((np.ndarray, arrays), (jax.Array, ocp.type_handlers.ArrayHandler()))  # it warns where there is no other
+    return ocp.PyTreeCheckpointHandler(
+        use_ocdbt=True,
+        use_zarr3=True,
+        use_compression=False,
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry(*handlers),
+    )
 
 
-def save_tree(folder: Path, tree: NestedDict) -> None:
-    """Writes `tree` into the new folder `folder`, durably. A tree without leaves has no Orbax files."""
+def save_tree(folder: Path, tree: NestedDict) -> str:
+    """Writes `tree` into the new folder `folder`, durably, and returns its `tree_digest`, computed beside the writing.
+
+    A tree without leaves has no Orbax files. Nobody may change the arrays meanwhile.
+    """
     try:
         folder.mkdir(parents=True)
-        if tree:
-            _require_space(folder, tree)
-            handler = _orbax()
-            handler.save(folder, args=ocp.args.PyTreeSave(tree))
-            handler.finalize(folder)
-        (folder / FILES).write_text(json.dumps(file_digests(folder), indent=2))
-        sync_tree(folder)
+        with ThreadPoolExecutor(1) as beside:
+            digest = beside.submit(tree_digest, tree)
+            if tree:
+                _require_space(folder, tree)
+                handler = _orbax()
+                handler.save(folder, args=ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=_FILE_BYTES))
+                handler.finalize(folder)
+            (folder / FILES).write_text(json.dumps(file_digests(folder), indent=2))
+            sync_tree(folder)
+            return digest.result()
     except Exception as error:
         if errno_of(error) in THE_USERS:
             reason = f"could not be written ({os.strerror(errno_of(error))})."
@@ -114,7 +132,9 @@ def restore_tree(folder: Path) -> NestedDict:
 def file_digests(folder: Path) -> dict[str, str]:
     """SHA-256 of every file in the folder but FILES, by relative path."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / FILES)
-    return {path.relative_to(folder).as_posix(): _sha256(path) for path in paths}
+    with ThreadPoolExecutor() as pool:
+        digests = pool.map(_sha256, paths)
+        return {path.relative_to(folder).as_posix(): digest for path, digest in zip(paths, digests, strict=True)}
 
 
 def _sha256(path: Path) -> str:

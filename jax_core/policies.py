@@ -85,15 +85,16 @@ class PolicyStore:
         tree = nested_dict(params)
         if not _is_nested_dict(params, tree):
             raise ValueError("params must be nested dicts of arrays with string keys, without empty parts")
-        digest = tree_digest(tree)
         with self._publishing:
             parent = self.latest()
-            held = self._trees.agreed(version, digest)
+            held = self._trees.held(version, tree)
             if held is not None:
                 return held
             _check_successor(version, parent)
             token = fencing_token or self._trees.store.fencing_token
-            return self._trees.write(tree, _policy_commit(version, parent, tree, digest, source, token))
+            return self._trees.write(
+                version, tree, lambda digest: _policy_commit(version, parent, tree, digest, source, token)
+            )
 
     def latest(self) -> int | None:
         """The newest committed version; None if there is none. Never goes backwards within one object.
@@ -210,13 +211,14 @@ class TrainerStore:
           UserError: no space left, no permission, or a store that does not answer.
         """
         nested = nested_dict(tree)
-        digest = tree_digest(nested)
         with self._saving:
-            held = self._trees.agreed(version, digest)
+            held = self._trees.held(version, nested)
             if held is not None and version in self._trees.stored():
                 return held
             # A pruned state that a resumed run made again is written again: the next resume starts from it.
-            return self._trees.write(nested, TrainerCommit(version=version, digest=digest, created_at=time.time()))
+            return self._trees.write(
+                version, nested, lambda digest: TrainerCommit(version=version, digest=digest, created_at=time.time())
+            )
 
     def newest_at_most(self, version: int) -> int | None:
         """The newest stored state that is not ahead of policy `version`: where a resume starts."""

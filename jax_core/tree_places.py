@@ -31,7 +31,7 @@ from typing import Protocol
 from uuid import uuid4
 
 from jax_core.faults import crash_point
-from jax_core.orbax_files import FILES, THE_USERS, file_digests, restore_tree, save_tree
+from jax_core.orbax_files import FILES, THE_USERS, restore_tree, save_tree
 from jax_core.trees import NestedDict, tree_digest
 from schemas.errors import UserError
 from schemas.local_files import sync
@@ -58,8 +58,11 @@ class TreePlace(Protocol):
     def holds_tree(self, folder: str, digest: str) -> bool:
         """Whether the version folder holds a complete tree: this one, or in its stead another."""
 
-    def write(self, folder: str, digest: str, tree: NestedDict, crash_name: str) -> None:
-        """Makes the tree lie there, complete and durable. Passes the crash point right before it is complete."""
+    def write(self, folder: str, tree: NestedDict, crash_name: str) -> str:
+        """Makes the tree lie there, complete and durable, under its digest, which is returned.
+
+        Passes the crash point right before it is complete.
+        """
 
     def read(self, folder: str, digest: str) -> NestedDict:
         """The tree, its files verified. Whatever is wrong with them raises something."""
@@ -104,17 +107,18 @@ class LocalPlace:
         except FileNotFoundError:
             return []
 
-    def write(self, folder: str, digest: str, tree: NestedDict, crash_name: str) -> None:
+    def write(self, folder: str, tree: NestedDict, crash_name: str) -> str:
         path = self.store.local_path(folder)
         writing = path / f".writing-{uuid4().hex}"
         try:
-            save_tree(writing, tree)
+            digest = save_tree(writing, tree)
             crash_point(crash_name)
             _move_into_place(writing, path / digest)
         finally:
             shutil.rmtree(writing, ignore_errors=True)
         for changed in (path, path.parent, path.parent.parent):
             sync(changed)
+        return digest
 
     def read(self, folder: str, digest: str) -> NestedDict:
         return restore_tree(self.store.local_path(folder) / digest)
@@ -182,16 +186,17 @@ class ObjectPlace:
             return True
         return any(key.endswith(f"/{FILES}") for key in self.objects.list(folder))
 
-    def write(self, folder: str, digest: str, tree: NestedDict, crash_name: str) -> None:
+    def write(self, folder: str, tree: NestedDict, crash_name: str) -> str:
         with self.cache.staging() as staging:
             written = staging / "tree"
-            save_tree(written, tree)
-            files = file_digests(written)
+            digest = save_tree(written, tree)
+            files = _names_of((written / FILES).read_bytes())
             for name, sha256 in files.items():
                 self.objects.put_file(f"{folder}/{digest}/{sha256}", written / name)
             crash_point(crash_name)
             self._complete(f"{folder}/{digest}", files)
             self.cache.adopt(written, digest)
+        return digest
 
     def _complete(self, key: str, files: dict[str, str]) -> None:
         """Creates FILES.json, unless one is there of a writer whose files, of the same tree, are all there too."""

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
-from jax_core import committed_trees, tree_places
+from jax_core import committed_trees, orbax_files, tree_places
 from jax_core.policies import (
     MissingVersionError,
     PolicyCache,
@@ -98,6 +99,18 @@ def test_jax_arrays_come_back_as_the_numpy_arrays_of_their_bits(store):
     loaded = PolicyStore(store).load(0)
     assert_same_bits(loaded, params)
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(loaded))
+
+
+def test_large_weights_lie_in_several_files_and_orbax_reads_them_by_itself(local, monkeypatch):
+    monkeypatch.setattr(orbax_files, "_FILE_BYTES", 2**20)
+    draw = np.random.default_rng(0)
+    large = {"a": draw.normal(size=(3, 2**18)).astype(np.float32), "b": {"c": draw.normal(size=(700, 700))}}
+    policies = PolicyStore(local)
+    commit = policies.publish(0, large, source="random")
+    assert max(path.stat().st_size for path in files_of(local, run_layout.policy(0))) < commit.bytes / 2
+    assert_same_bits(policies.load(0), large)
+    folder = local.root / run_layout.policy(0) / commit.digest
+    assert_same_bits(ocp.PyTreeCheckpointHandler().restore(folder), large)
 
 
 def test_a_commit_says_what_was_published(store):

@@ -129,8 +129,7 @@ def test_files_of_two_writers_of_one_tree_are_never_mixed(store: RunStore, cache
     policies = PolicyStore(store)
     policies.publish(0, weights(0), source="random")
     first = set(store.list(run_layout.policy(0)))
-    trees, digest = PolicyStore(store)._trees, tree_digest(weights(0))
-    trees.place.write(run_layout.policy(0), digest, weights(0), "a gap of no name")
+    PolicyStore(store)._trees.place.write(run_layout.policy(0), weights(0), "a gap of no name")
     assert set(store.list(run_layout.policy(0))) > first, "both wrote the same files, so this test tests nothing"
     empty(cache)
     assert is_equal(policies.load(0), weights(0))
