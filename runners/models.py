@@ -258,7 +258,7 @@ def _most_likely(
     if not len(prompt_ids):
         raise UserError("--prompt", "is empty, and this model begins with no token of its own.", "Write something.")
     engine = Engine(
-        checkpoint.config,
+        checkpoint.config.with_tokens(tokenizer.vocab_size),
         tokenizer,
         SamplingRecord(1.0),
         answer_tokens=max_tokens,

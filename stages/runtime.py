@@ -124,7 +124,7 @@ class Runtime:
 
     @built_once
     def model_config(self) -> ModelConfig:
-        return _model_config(self.recipe, self.checkpoint)
+        return _model_config(self.recipe, self.checkpoint, self.tokenizer)
 
     @built_once
     def prompts(self) -> PromptData:
@@ -177,19 +177,19 @@ def check_model(recipe: Recipe) -> None:
     checkpoint = _open_checkpoint(recipe)
     if checkpoint is not None:
         verified_rules(checkpoint)
-    make_dialogue(recipe, make_tokenizer(recipe))
+    tokenizer = make_dialogue(recipe, make_tokenizer(recipe)).tokenizer
     if recipe.lora.rank:
-        adapted_matrices(param_shapes(_model_config(recipe, checkpoint)), recipe.lora.targets)
+        adapted_matrices(param_shapes(_model_config(recipe, checkpoint, tokenizer)), recipe.lora.targets)
 
 
 def _open_checkpoint(recipe: Recipe) -> Checkpoint | None:
     return open_checkpoint(recipe.model.checkpoint) if recipe.model.checkpoint else None
 
 
-def _model_config(recipe: Recipe, checkpoint: Checkpoint | None) -> ModelConfig:
+def _model_config(recipe: Recipe, checkpoint: Checkpoint | None, tokenizer: Tokenizer) -> ModelConfig:
     if checkpoint is not None:
-        return checkpoint.config.with_recipe(recipe.model)
-    return ModelConfig.from_recipe(recipe.model, make_tokenizer(recipe).vocab_size)
+        return checkpoint.config.with_recipe(recipe.model).with_tokens(tokenizer.vocab_size)
+    return ModelConfig.from_recipe(recipe.model, tokenizer.vocab_size)
 
 
 def _merged(base: Params, alpha: float, adapters: Params) -> Params:

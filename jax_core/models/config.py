@@ -157,6 +157,7 @@ class ModelConfig:
     norm_offset: float = 0.0  # Gemma 2 and 3: a norm multiplies by 1 + scale
     embedding_scale: float = 1.0
     logit_soft_cap: float | None = None
+    known_tokens: int | None = None  # ids from here on only fill the embedding up, and are never predicted; None: no id
     positions: int = 2048  # longest context that the model was made for; for information
     family: str = "llama"  # model_type of its config.json
     parameters_dtype: Dtype = "float32"
@@ -202,6 +203,10 @@ class ModelConfig:
             remat=section.remat,
             router_balance=section.router_balance,
         )
+
+    def with_tokens(self, known: int) -> ModelConfig:
+        """This model under a tokenizer of `known` ids: checkpoints often have rows for more, to make a round number."""
+        return replace(self, known_tokens=known if known < self.vocab_size else None)
 
 
 def yarn_temperature(factor: float, mscale: float = 1.0) -> float:

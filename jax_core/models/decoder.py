@@ -29,6 +29,8 @@ Attended = tuple[jax.Array, jax.Array, jax.Array]  # output [B,T,D], keys [B,T,K
 
 _EMBEDDING_STD = 0.02
 _UNROLLED_LAYERS = 4
+# The logit of an id that stands for no token. Finite, so that probability times log-probability is 0, and not NaN.
+_NEVER = -1e30
 # Kept as they are stored, and computed with in float32; everything else is cast to the compute dtype.
 _FLOAT32_LEAVES = frozenset({"scale", "router", "correction_bias", "router_input_scale", "expert_scale"})
 _REMAT_POLICIES = {"blocks": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
@@ -189,12 +191,16 @@ class Decoder(nnx.Module):
         return embedded if scale == 1.0 else embedded * jnp.asarray(scale, embedded.dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """hidden [..., D] after the last block -> float32 logits [..., V]."""
+        """hidden [..., D] after the last block -> float32 logits [..., V].
+
+        Sampling and training both take them from here, so what is never sampled has no part in training's softmax.
+        """
         normed = self.final_norm(hidden)
         head = self.embedding[...].T if self.head is None else self.head[...]
         logits = jnp.matmul(normed, head, preferred_element_type=jnp.float32)
-        cap = self.config.logit_soft_cap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        cap, known = self.config.logit_soft_cap, self.config.known_tokens
+        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+        return logits if known is None else jnp.where(jnp.arange(logits.shape[-1]) < known, logits, _NEVER)
 
     def run_blocks(self, step: Step, carry: Any, per_slot: Sequence[Any] | None = None) -> tuple[Any, tuple[Any, ...]]:
         """Runs `step` over all layers in order.

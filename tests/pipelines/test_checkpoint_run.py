@@ -49,9 +49,10 @@ def small_tokenizer() -> Tokenizer:
 
 
 BACKEND = small_tokenizer()
+KNOWN = BACKEND.get_vocab_size()
 TURN, END, ALSO = (BACKEND.token_to_id(token) for token in ("<|turn|>", "<|end|>", "<|also|>"))
 CONFIG = ModelConfig.llama(
-    vocab_size=BACKEND.get_vocab_size(),
+    vocab_size=4 * KNOWN,  # as real ones have, though fewer: sampled from at random, most ids would be none
     layers=1,
     width=16,
     heads=2,
@@ -186,6 +187,15 @@ def test_it_trains_on_ratios_of_one(shared: Runtime) -> None:
     assert all(values["trainer/grad_norm"] > 0 for values in trained)
     assert all(values["trainer/sampler_logprob_gap_nats/max"] <= 1e-5 for values in trained)
     assert len({shared.policies.commit(version).digest for version in range(STEPS + 1)}) == STEPS + 1
+
+
+def test_ids_that_only_fill_the_embedding_up_are_neither_sampled_nor_trained(shared: Runtime) -> None:
+    assert all(r.tokens.max() < KNOWN for r in rollouts(shared))
+    trained = [event.values for event in read_metrics(shared.store, "train")]
+    assert all(0 < values["trainer/entropy_nats/mean"] < np.log(KNOWN) for values in trained)
+    first, last = (np.asarray(shared.policy_cache.get(version)["head"]) for version in (0, STEPS))
+    moved = (first != last).any(axis=0)
+    assert moved[:KNOWN].any() and not moved[KNOWN:].any()
 
 
 def test_it_is_replayed_bit_for_bit_and_evaluated(shared: Runtime) -> None:
