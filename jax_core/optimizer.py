@@ -1,10 +1,11 @@
 """AdamW with a learning rate that is a pure function of the training step, so that a resume cannot shift it.
 
-Moments and updates are float32, whatever the parameters are. Parameters in bfloat16 have eight significant bits, and
-an update is often a thousandth of a weight: rounded to the nearest it would be lost at every step. So it is rounded up
-or down at random, in proportion, and is there on average (stochastic rounding: Gupta et al. 2015).
+Updates are computed in float32, whatever parameters and moments are kept in. A bfloat16 has eight significant bits, and
+an update is often a thousandth of a weight, as the second moment's is of it by beta2 = 0.999: rounded to the nearest it
+would be lost at every step. So it is rounded up or down at random, in proportion, and is there on average (stochastic
+rounding: Gupta et al. 2015).
 
-Left out: moments in bfloat16, and a float32 copy of bfloat16 parameters.
+Left out: a float32 copy of bfloat16 parameters.
 """
 
 from __future__ import annotations
@@ -44,9 +45,30 @@ def make_optimizer(section: OptimizerSection) -> optax.GradientTransformation:
     """
     return optax.chain(
         optax.clip_by_global_norm(section.clip_norm),
-        optax.scale_by_adam(b1=section.beta1, b2=section.beta2, eps=section.epsilon),
+        _adam(section),
         optax.add_decayed_weights(section.weight_decay, mask=_is_matrix),
     )
+
+
+def _adam(section: OptimizerSection) -> optax.GradientTransformation:
+    adam = optax.scale_by_adam(b1=section.beta1, b2=section.beta2, eps=section.epsilon)
+    if section.moments_dtype == "float32":
+        return adam
+
+    def moments_in(dtype: Any, state: Any) -> Any:
+        return state._replace(mu=optax.tree.cast(state.mu, dtype), nu=optax.tree.cast(state.nu, dtype))
+
+    def init(params: Params) -> Any:
+        return moments_in(jnp.bfloat16, adam.init(params))
+
+    def update(gradient: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
+        updates, new = adam.update(gradient, moments_in(jnp.float32, state), params)
+        leaves, structure = jax.tree.flatten((new.mu, new.nu))
+        keys = _rounding_keys(state.count, len(leaves), first=len(leaves) // 2)  # those before are the weights'
+        mu, nu = jax.tree.unflatten(structure, map(stochastic_bfloat16, leaves, keys))
+        return updates, new._replace(mu=mu, nu=nu)
+
+    return optax.GradientTransformation(init, update)
 
 
 def init_optimizer(section: OptimizerSection, params: Params) -> Any:
@@ -68,12 +90,17 @@ def moved(params: Params, updates: Params, rate: float | jax.Array, count: jax.A
     """
     leaves, structure = jax.tree.flatten(params)
     exact = [leaf - rate * update for leaf, update in zip(leaves, jax.tree.leaves(updates), strict=True)]
-    keys = (jax.random.fold_in(jax.random.key(i), count) for i in range(len(leaves)))
+    keys = _rounding_keys(count, len(leaves))
     rounded = [
         stochastic_bfloat16(new, key) if old.dtype == jnp.bfloat16 else new
         for old, new, key in zip(leaves, exact, keys, strict=True)
     ]
     return jax.tree.unflatten(structure, rounded)
+
+
+def _rounding_keys(count: jax.Array, leaves: int, first: int = 0) -> list[jax.Array]:
+    """What the roundings of leaves `first`, `first` + 1, ... are drawn from, after `count` updates."""
+    return [jax.random.fold_in(jax.random.key(i), count) for i in range(first, first + leaves)]
 
 
 def stochastic_bfloat16(values: jax.Array, key: jax.Array) -> jax.Array:

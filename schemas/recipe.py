@@ -309,6 +309,9 @@ class OptimizerSection(Section):
     beta1: Fraction = Field(0.9, description="Adam's first-moment decay")
     beta2: Fraction = Field(0.98, description="Adam's second-moment decay")
     epsilon: PositiveFloat = Field(1e-8, description="Adam's epsilon")
+    moments_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="that Adam's moments are kept in between updates; an update is computed in float32"
+    )
     weight_decay: Annotated[float, Field(ge=0.0)] = Field(0.0, description="decoupled weight decay")
     clip_norm: PositiveFloat = Field(1.0, description="gradients are scaled down to this global norm")
 

@@ -1,13 +1,14 @@
-"""The learning rate at every step that others got wrong; updates too small for bfloat16, which are not lost."""
+"""The learning rate at every step that others got wrong; changes too small for bfloat16, which are not lost."""
 
 from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_core.optimizer import init_optimizer, learning_rate, moved, stochastic_bfloat16
+from jax_core.optimizer import init_optimizer, learning_rate, make_optimizer, moved, stochastic_bfloat16
 from schemas.recipe import OptimizerSection
 
 
@@ -78,3 +79,70 @@ def test_float32_weights_are_moved_exactly():
 def test_the_moments_of_bfloat16_weights_are_float32():
     state = init_optimizer(OptimizerSection(), {"w": jnp.ones(3, jnp.bfloat16)})
     assert {leaf.dtype for leaf in jax.tree.leaves(state) if leaf.ndim} == {jnp.dtype(jnp.float32)}
+
+
+# Moments in bfloat16
+
+BETA2 = 0.999
+NEVER_CLIPPED = 1e9
+
+
+def moments_section(dtype: str) -> OptimizerSection:
+    return OptimizerSection(beta2=BETA2, clip_norm=NEVER_CLIPPED, moments_dtype=dtype)
+
+
+def of_constant_gradient(dtype: str, gradient: float, steps: int, size: int = 1000) -> tuple[jax.Array, jax.Array]:
+    """The first and the second moment after `steps` updates, float32 [size]."""
+    optimizer, params = make_optimizer(moments_section(dtype)), {"w": jnp.zeros(size)}
+    constant = {"w": jnp.full(size, gradient)}
+    last = jax.lax.fori_loop(0, steps, lambda _, s: optimizer.update(constant, s, params)[1], optimizer.init(params))
+    (found,) = (part for part in last if hasattr(part, "nu"))
+    assert found.nu["w"].dtype == found.mu["w"].dtype == jnp.dtype(dtype)
+    return found.mu["w"].astype(jnp.float32), found.nu["w"].astype(jnp.float32)
+
+
+@pytest.mark.parametrize("steps", [10, 300, 4000])
+def test_moments_in_bfloat16_follow_a_constant_gradient_and_its_square(steps):
+    first, second = of_constant_gradient("bfloat16", 0.3, steps)
+    assert float(first.mean()) == pytest.approx(0.3 * (1 - 0.9**steps), rel=0.01)
+    assert float(second.mean()) == pytest.approx(0.3**2 * (1 - BETA2**steps), rel=0.02)
+    assert float(second.std() / second.mean()) < 0.1
+
+
+def test_a_second_moment_rounded_to_the_nearest_would_stop_on_its_way():
+    """What the law above would not hold for: from a third of the way on, a step is below half of the last bit."""
+    nearest = ml_dtypes.bfloat16(0.0)
+    for _ in range(4000):
+        nearest = ml_dtypes.bfloat16(BETA2 * float(nearest) + (1 - BETA2) * 0.3**2)
+    assert float(nearest) < 0.5 * 0.3**2
+
+
+def test_moments_in_bfloat16_take_half_the_memory():
+    params = {"w": jnp.ones((30, 20)), "scale": jnp.ones(20)}
+    sizes = {
+        dtype: sum(leaf.nbytes for leaf in jax.tree.leaves(init_optimizer(moments_section(dtype), params)) if leaf.ndim)
+        for dtype in ("float32", "bfloat16")
+    }
+    assert sizes["float32"] == 2 * sizes["bfloat16"] == 2 * 4 * (30 * 20 + 20)
+
+
+def test_the_moments_roundings_are_drawn_apart_from_each_other_and_from_the_weights():
+    size, optimizer = 1000, make_optimizer(moments_section("bfloat16"))
+    params = {"w": jnp.zeros(size, jnp.bfloat16)}
+    gradient = {"w": jnp.full(size, 0.3)}
+    _, state = optimizer.update(gradient, optimizer.init(params), params)
+    (found,) = (part for part in state if hasattr(part, "nu"))
+    ups = [np.asarray(leaf == leaf.max()) for leaf in (found.mu["w"], found.nu["w"])]
+    ups.append(stepped(1.0, 1.0, 2**-9, size=size) == 1.0)
+    for one, other in [(0, 1), (0, 2), (1, 2)]:
+        assert 0.0 < ups[one].mean() < 1.0
+        assert abs(np.corrcoef(ups[one], ups[other])[0, 1]) < 0.15
+
+
+def test_the_first_update_is_that_of_float32_moments_as_only_what_is_kept_is_rounded():
+    params, gradient = {"w": jnp.zeros(50)}, {"w": jax.random.normal(jax.random.key(0), 50)}
+    made = []
+    for dtype in ("float32", "bfloat16"):
+        optimizer = make_optimizer(moments_section(dtype))
+        made.append(optimizer.update(gradient, optimizer.init(params), params)[0]["w"])
+    np.testing.assert_array_equal(*made)
