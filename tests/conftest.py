@@ -1,4 +1,4 @@
-"""What all tests share: compiled programs, kept from one test run to the next.
+"""What all tests share: compiled programs, kept from one test run to the next, and how they are compiled.
 
 Most of the time of these tests is XLA's. A kept program is found again only for the same source, flags and versions of
 JAX and XLA; here also only on the same kind of processor. One that a kill has torn is compiled again, with a warning of
@@ -56,3 +56,18 @@ def compiled_programs_are_let_go() -> Iterator[None]:
     if jax and MAPPINGS.exists() and len(MAPPINGS.read_bytes().splitlines()) > MAPPINGS_KEPT:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="module")
+def hardly_optimized() -> Iterator[None]:
+    """XLA leaves most optimizations out, and compiles in half the time. Forgotten again when the module's tests end.
+
+    For modules that compile many models to run each once, and compare with numbers from elsewhere. Not where our own
+    programs are compared with each other: these are to agree as they are optimized for users.
+    """
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()

@@ -44,8 +44,7 @@ def ragged(row: int, turn: int):
     return None if turn >= 1 + row % 4 else [2 + (row + turn) % 18] * ((row + turn) % 3)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
-@pytest.mark.parametrize("answer_tokens", [1, 3])
+@pytest.mark.parametrize(("temperature", "answer_tokens"), [(0.5, 3), (1.0, 1), (1.3, 3)])
 def test_on_policy_the_ratio_of_every_token_is_one_over_several_turns(temperature, answer_tokens):
     weights = params()
     rows = converse(engine(temperature, answer_tokens), weights, PROMPTS, 4, seeds(12), ragged)

@@ -10,10 +10,8 @@ import pytest
 from jax_core.models.config import ModelConfig
 from jax_core.models.decoder import bind, init_params
 from jax_core.models.passes import packed
-from jax_core.sampling.engine import Engine
-from jax_core.tokenizers import CharacterTokenizer
 from schemas.recipe import ModelSection
-from schemas.records import SamplingRecord
+from tests.jax_core.small_checkpoints import greedy, logits
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "tiny_llama.npz")
 CONFIG = ModelConfig.llama(64, 2, 32, 4, 2, 8, 64, 1e6, 1e-5, True)
@@ -47,40 +45,28 @@ def real_tokens(row: int) -> np.ndarray:
     return GOLDEN["input_ids"][row][GOLDEN["attention_mask"][row] > 0]
 
 
-def logits(params: dict, tokens: np.ndarray, prompt_length: int = 0) -> jax.Array:
-    """Logits [T, V] of one sequence, its first tokens as a shared prompt."""
-    shared, own = tokens[:prompt_length], tokens[prompt_length:]
-    model = bind(CONFIG, params)
-    padded = np.zeros((1, max(1, prompt_length)), np.int32)
-    padded[0, :prompt_length] = shared
-    hidden = packed(
-        model,
-        jnp.asarray(padded),
-        jnp.array([prompt_length]),
-        jnp.array([0]),
-        jnp.asarray(own)[None],
-        jnp.ones((1, len(own)), jnp.int32),
-        jnp.arange(prompt_length, len(tokens))[None],
-    )
-    return model.logits(hidden)[0]
-
-
-@pytest.mark.parametrize("row", [0, 1, 2])
 @pytest.mark.parametrize("prompt_length", [0, 1, 4])
-def test_logits_are_those_of_the_reference_with_and_without_a_shared_prompt(row, prompt_length):
-    tokens = real_tokens(row)
-    expected = GOLDEN["logits"][row][GOLDEN["attention_mask"][row] > 0]
-    np.testing.assert_allclose(logits(golden_params("w"), tokens, prompt_length), expected[prompt_length:], atol=2e-5)
+def test_logits_are_those_of_the_reference_with_and_without_a_shared_prompt(prompt_length):
+    found = logits(CONFIG, golden_params("w"), [real_tokens(row) for row in range(3)], prompt_length)
+    for row in range(3):
+        expected = GOLDEN["logits"][row][GOLDEN["attention_mask"][row] > 0]
+        np.testing.assert_allclose(found[row], expected[prompt_length:], atol=2e-5)
 
 
 def test_gradients_are_those_of_the_reference():
+    rows = [real_tokens(row) for row in range(3)]
+    real = np.arange(max(map(len, rows))) < np.array([len(row) for row in rows])[:, None]
+    ids = np.zeros(real.shape, np.int32)
+    ids[real] = np.concatenate(rows)
+    no_prompts = np.zeros((3, 1), np.int32), np.zeros(3, np.int32), np.arange(3)
+    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+
     def nll(params):
-        losses = []
-        for row in range(3):
-            tokens = real_tokens(row)
-            logprobs = jax.nn.log_softmax(logits(params, tokens))
-            losses.append(-logprobs[jnp.arange(len(tokens) - 1), tokens[1:]])
-        return jnp.mean(jnp.concatenate(losses))
+        model = bind(CONFIG, params)
+        hidden = packed(model, *no_prompts, jnp.asarray(ids), jnp.asarray(real, jnp.int32), positions)
+        logprobs = jax.nn.log_softmax(model.logits(hidden)[:, :-1])
+        losses = -jnp.take_along_axis(logprobs, ids[:, 1:, None], axis=-1)[..., 0]
+        return jnp.mean(losses, where=real[:, 1:])
 
     loss, gradient = jax.jit(jax.value_and_grad(nll))(jax.tree.map(jnp.asarray, golden_params("w")))
     np.testing.assert_allclose(loss, GOLDEN["nll"], atol=1e-6)
@@ -89,25 +75,9 @@ def test_gradients_are_those_of_the_reference():
 
 @pytest.mark.parametrize("answer_tokens", [1, 20])
 def test_greedy_tokens_are_those_of_the_reference_batched_and_padded(answer_tokens):
-    class NoStops(CharacterTokenizer):
-        stop_ids = ()
-
-    tokenizer = NoStops("".join(chr(65 + i) for i in range(62)))
-    engine = Engine(
-        CONFIG,
-        tokenizer,
-        SamplingRecord(1.0),
-        answer_tokens=answer_tokens,
-        prompt_tokens=14,
-        branch_tokens=32,
-        greedy=True,
-    )
-    session = engine.begin(golden_params("w"), [real_tokens(r) for r in range(3)], 2, np.zeros((6, 2), np.uint32))
-    got = {row: [] for row in range(6)}
-    while len(got[0]) < 20:
-        for row, answer in session.answer({row: np.zeros(0, np.int32) for row in range(6)}).items():
-            got[row] += answer.tokens.tolist()
-    assert [got[2 * r] for r in range(3)] == [got[2 * r + 1] for r in range(3)] == GOLDEN["greedy20"].tolist()
+    prompts = [real_tokens(row) for row in range(3)]
+    made = greedy(CONFIG, golden_params("w"), prompts, 20, answer_tokens)
+    assert [tokens for tokens, _ in made] == GOLDEN["greedy20"].tolist()
 
 
 def test_random_weights_are_a_pure_function_of_the_seed():
