@@ -124,7 +124,8 @@ class ChatSection(Section):
     options: dict[str, Any] = Field(default_factory=dict, description="variables of the template, such as tools")
     history: Literal["append", "split"] = Field(
         "append",
-        description="where a template rewrites earlier turns: 'append' refuses, 'split' begins a new trainable branch",
+        description="where a template rewrites earlier turns: 'append' refuses; 'split' begins a new branch, but the "
+        "sample of a rollout has one, and fails",
     )
     date: datetime.date = Field(
         datetime.date(2025, 1, 1),
