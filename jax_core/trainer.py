@@ -50,7 +50,8 @@ class StepPlan:
     trained_groups: int
     equal_groups: int
     spared_tokens: int  # of equal groups that count in the denominators, and are not computed
-    lags: np.ndarray  # int [N], steps between the sampling policy and this step, of each trained sequence
+    lags: np.ndarray  # int [N], steps between the oldest sampling policy and this step, of each trained trajectory
+    queue_lags: np.ndarray  # float [N], of them those since its shard was committed; NaN where nobody recorded that
 
 
 class Trainer:
@@ -141,6 +142,7 @@ class Trainer:
 def plan_step(contents: Sequence[ShardContent], algorithm: AlgorithmSection, step: int, norm: float) -> StepPlan:
     """Advantages, weights and rows of a step. The denominators are the whole step's, fixed here once."""
     groups = list(all_groups(contents))
+    newest = [c.newest_version for c in sorted(contents, key=lambda c: c.element_index) for _ in c.groups]
     advantages = [_advantages(algorithm.advantage, group) for group, _ in groups]
     is_equal = [not a.any() for a in advantages]
     counted = _tokens(groups, [not equal or algorithm.equal_groups != "skip" for equal in is_equal])
@@ -159,6 +161,7 @@ def plan_step(contents: Sequence[ShardContent], algorithm: AlgorithmSection, ste
         equal_groups=sum(is_equal),
         spared_tokens=sum(int(tokens.sum()) for tokens in counted) - trained,
         lags=_lags(groups, computed, step),
+        queue_lags=_queue_lags(newest, computed, step),
     )
 
 
@@ -189,14 +192,33 @@ def _lags(groups: Sequence[tuple[Group, Sequence[Placement]]], counts: Sequence[
     return step - np.array(oldest, np.int64)
 
 
+def _queue_lags(newest: Sequence[int | None], counts: Sequence[np.ndarray], step: int) -> np.ndarray:
+    at_commit = [
+        np.nan if version is None else version
+        for version, group_counts in zip(newest, counts, strict=True)
+        for n in group_counts
+        if n
+    ]
+    return step - np.array(at_commit, np.float64)
+
+
 def _counts(plan: StepPlan) -> dict[str, float]:
     return {
         "trainer/trained_tokens": plan.trained_tokens,
         "trainer/trained_groups": plan.trained_groups,
         "trainer/equal_groups": plan.equal_groups,
         "trainer/micro_batches": 0,
-        "trainer/lag_steps/mean": float(plan.lags.mean()) if len(plan.lags) else 0.0,
-        "trainer/lag_steps/max": float(plan.lags.max()) if len(plan.lags) else 0.0,
+        **_mean_and_max("trainer/lag_steps", plan.lags),
+        **_mean_and_max("trainer/lag_in_flight_steps", plan.lags - plan.queue_lags),
+        **_mean_and_max("trainer/lag_in_queue_steps", plan.queue_lags),
+    }
+
+
+def _mean_and_max(name: str, values: np.ndarray) -> dict[str, float]:
+    """NaN if one of them is: nobody knows the mean of what is partly unknown."""
+    return {
+        f"{name}/mean": float(values.mean()) if len(values) else 0.0,
+        f"{name}/max": float(values.max()) if len(values) else 0.0,
     }
 
 

@@ -88,9 +88,14 @@ class ShardManifest(StoredRecord):
 
     `sha256` is that of the file's bytes; `content_sha256` leaves out clocks and the run's name, so two runs of one
     recipe agree in it. Policy versions are None where no token was sampled (all tombstones).
+
+    Version 2 has `newest_version`, which divides the lag of what the shard holds: what was published before its commit
+    came while it was being sampled, the rest while it waited for its step. It is here because whatever holds the slot
+    says it of itself, however many attempts there were.
     """
 
     SCHEMA = "rollstream.shard_manifest"
+    SCHEMA_VERSION = 2
 
     version: Count = 1  # of the trajectory schema in the file
     run_id: Text
@@ -109,6 +114,9 @@ class ShardManifest(StoredRecord):
     row_tokens: Count = Field(description="L, tokens of a pack row")
     policy_version_min: Count | None
     policy_version_max: Count | None
+    newest_version: Count | None = Field(
+        default=None, description="newest policy version that its writer knew of at the commit; None: not recorded"
+    )
     created_at: Seconds = Field(description="seconds since the epoch")
 
 

@@ -201,6 +201,7 @@ class ShardContent:
     placements: tuple[tuple[Placement, ...], ...]
     row_tokens: int  # L
     rows: int
+    newest_version: int | None = None  # the newest policy when the shard was committed; None where nobody recorded it
 
 
 def tombstone(rollout: Rollout, error: str) -> Rollout:

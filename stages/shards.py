@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
 from typing import Literal
 
@@ -63,15 +63,21 @@ def commit_shard(store: RunStore, packed: PackedBatch, run_id: str) -> ShardComm
     return commit_prepared(store, *prepare_shard(packed, run_id))
 
 
-def prepare_shard(packed: PackedBatch, run_id: str) -> tuple[ShardManifest, bytes]:
-    """The manifest and the file of a batch, of which nothing is written yet. Raises as `write_shard` does."""
+def prepare_shard(
+    packed: PackedBatch, run_id: str, newest_version: int | None = None
+) -> tuple[ShardManifest, bytes]:
+    """The manifest and the file of a batch, of which nothing is written yet. Raises as `write_shard` does.
+
+    Args:
+      newest_version: the newest policy version of now; None if that is not known.
+    """
     prompts = packed.prompts
     if prompts.run_id != run_id:
         raise _foreign(f"element {prompts.element_index} of step {prompts.step}", prompts.run_id, run_id)
     table = trajectory.encode(packed)
     trajectory.validate(table)
     data = trajectory.to_bytes(table)
-    return _describe(packed, table, data), data
+    return _describe(packed, table, data, newest_version), data
 
 
 def commit_prepared(store: RunStore, manifest: ShardManifest, data: bytes) -> ShardCommit:
@@ -88,7 +94,7 @@ def commit_prepared(store: RunStore, manifest: ShardManifest, data: bytes) -> Sh
     return ShardCommit(manifest, "written")
 
 
-def _describe(packed: PackedBatch, table: pa.Table, data: bytes) -> ShardManifest:
+def _describe(packed: PackedBatch, table: pa.Table, data: bytes, newest_version: int | None) -> ShardManifest:
     prompts = packed.prompts
     rollouts = [scored.rollout for group in packed.groups for scored in group.samples]
     versions = [span.policy_version for rollout in rollouts for span in rollout.versions]
@@ -111,6 +117,7 @@ def _describe(packed: PackedBatch, table: pa.Table, data: bytes) -> ShardManifes
         row_tokens=packed.row_tokens,
         policy_version_min=min(versions, default=None),
         policy_version_max=max(versions, default=None),
+        newest_version=newest_version,
         created_at=time.time(),
     )
 
@@ -204,7 +211,7 @@ def read_shard(store: RunStore, manifest: ShardManifest, recent: RecentContents 
     if hashlib.sha256(data).hexdigest() != manifest.sha256:
         raise _damaged(manifest, f"its SHA-256 is not {manifest.sha256}, so it was altered.")
     if recent is not None and (content := recent.take(manifest.sha256)) is not None:
-        return content
+        return replace(content, newest_version=manifest.newest_version)
     table = trajectory.from_bytes(data, name=manifest.key)
     try:
         trajectory.validate(table)
@@ -213,7 +220,7 @@ def read_shard(store: RunStore, manifest: ShardManifest, recent: RecentContents 
     content = trajectory.decode(table)
     if (content.step, content.element_index) != (manifest.step, manifest.element_index):
         raise _damaged(manifest, f"holds element {content.element_index} of step {content.step}.")
-    return content
+    return replace(content, newest_version=manifest.newest_version)
 
 
 def _damaged(manifest: ShardManifest, reason: str) -> DamagedDataError:
@@ -295,7 +302,17 @@ def _read_listed(store: RunStore, step: int, shard: ShardRef) -> ShardContent:
         raise DamagedDataError(
             shard.key, f"is gone, and step {step} is trained on it.", "Restore the file from a copy."
         ) from error
-    return trajectory.decode(trajectory.from_bytes(data, name=shard.key, sha256=shard.sha256))
+    content = trajectory.decode(trajectory.from_bytes(data, name=shard.key, sha256=shard.sha256))
+    return replace(content, newest_version=_newest_version_at_commit(store, shard))
+
+
+def _newest_version_at_commit(store: RunStore, shard: ShardRef) -> int | None:
+    """What the shard's manifest says; None if that is gone or damaged, which must not stop a step that is decided."""
+    try:
+        manifest = read_manifest(store, run_layout.manifest(*run_layout.slot_of_shard(shard.key)))
+    except (FileNotFoundError, DamagedDataError):
+        return None
+    return manifest.newest_version if manifest.key == shard.key else None
 
 
 def freeze_step(
@@ -408,6 +425,7 @@ class _WriteShardFn(beam.DoFn):
 
         shared = runtime(self._run, self._recipe)
         self._store = shared.store
+        self._policies = shared.policies
         self._recent = shared.recent_shards
         self._metrics = MetricsWriter(self._store, "shards")
 
@@ -415,7 +433,7 @@ class _WriteShardFn(beam.DoFn):
         started = time.perf_counter()
         # Before the commit: a run that is killed right after it never comes back to this element.
         dead_letters = write_dead_letters(self._store, packed.failures)
-        manifest, data = prepare_shard(packed, packed.prompts.run_id)
+        manifest, data = prepare_shard(packed, packed.prompts.run_id, self._policies.latest())
         self._measure(packed, ShardCommit(manifest, "written"), time.perf_counter() - started)
         commit = commit_prepared(self._store, manifest, data)
         if commit.outcome == "written":

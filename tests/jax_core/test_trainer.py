@@ -210,6 +210,16 @@ def test_lag_is_counted_from_the_oldest_version_that_sampled_a_token():
     assert plan.lags.tolist() == [2, 0]
 
 
+def test_lag_in_the_queue_is_counted_from_the_newest_version_at_the_commit_whatever_the_order_of_shards():
+    groups = [[(rollout([2, 3], [4, 5], [True, True], version=3, sample=s), float(s)) for s in range(2)]]
+    early = replace(content(groups, element=0), newest_version=3)
+    late = replace(content(groups, element=1, first=1), newest_version=5)
+    plan = plan_step([late, early], recipe().algorithm, step=5, norm=24)
+    assert plan.queue_lags.tolist() == [2, 2, 0, 0]
+    unknown = plan_step([replace(early, newest_version=None), late], recipe().algorithm, step=5, norm=24)
+    assert np.isnan(unknown.queue_lags).tolist() == [True, True, False, False]
+
+
 def test_every_trained_token_of_a_trajectory_has_its_advantage_and_none_else():
     #        P  P  a  E  E  a  a  E
     branch = [4, 5, 6, 7, 8, 9]

@@ -208,6 +208,11 @@ def test_sampling_is_never_further_ahead_of_a_slow_trainer_than_the_lag_bound(
     consumed = {event.step: event.values for event in read_metrics(shared.store, "train")}
     assert [consumed[step]["trainer/lag_steps/max"] for step in range(steps)] == [min(s, max_lag) for s in range(steps)]
     assert all(values["trainer/too_old_groups"] == 0 for values in consumed.values())
+    # No policy is published while this trainer has something sampled: all lag arose in the queue.
+    assert [consumed[step]["trainer/lag_in_queue_steps/mean"] for step in range(steps)] == [
+        min(s, max_lag) for s in range(steps)
+    ]
+    assert all(values["trainer/lag_in_flight_steps/max"] == 0 for values in consumed.values())
     admitted = [event.values for event in read_metrics(shared.store, "prompts")]
     assert max(values["prompts/lag_steps"] for values in admitted) == max_lag
     # The first policy lets max_lag steps in behind step 0; each later step is waited for, at its first element.

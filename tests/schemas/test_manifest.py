@@ -36,6 +36,7 @@ SHARD = ShardManifest(
     row_tokens=128,
     policy_version_min=41,
     policy_version_max=42,
+    newest_version=42,
     created_at=1_700_000_000.25,
 )
 RECORDS: list[StoredRecord] = [
@@ -73,7 +74,14 @@ def test_equal_records_have_equal_bytes_that_say_their_schema(record: StoredReco
     data = record.to_json()
     assert data == type(record).from_json(data, "name").to_json()
     said = json.loads(data)
-    assert said["schema"].startswith("rollstream.") and said["schema_version"] == 1
+    assert said["schema"].startswith("rollstream.") and said["schema_version"] == record.SCHEMA_VERSION
+
+
+def test_a_manifest_of_the_first_version_is_read_and_says_nothing_of_the_newest_policy() -> None:
+    fields = json.loads(SHARD.to_json()) | {"schema_version": 1}
+    del fields["newest_version"]
+    read = ShardManifest.from_json(json.dumps(fields).encode(), "x")
+    assert read == SHARD.model_copy(update={"newest_version": None})
 
 
 @each_record

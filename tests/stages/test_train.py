@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from stages.runtime import Runtime, release
 from stages.shards import freeze_step, frozen_step, list_manifests, read_shard
 from stages.train import (
     drop_too_old,
+    freeze_and_load,
     is_checkpoint,
     policies_to_keep,
     ready_step,
@@ -282,6 +284,48 @@ def test_a_pin_that_breaks_the_bound_does_not_get_past_the_trainer(tmp_path: Pat
     events = read_metrics(RunStore.open(tmp_path), "train")
     assert [event.values["trainer/too_old_groups"] for event in events] == [0, 2, 0, 0]
     assert max(event.values["trainer/lag_steps/max"] for event in events) == 0
+
+
+# Where lag arose
+
+
+def commit_as_of(run: Path, step: int, element: int, newest_version: int | None) -> None:
+    """Makes a shard one that was committed when `newest_version` was the newest policy."""
+    manifest = manifest_of(run, step, element).model_copy(update={"newest_version": newest_version})
+    RunStore.open(run).put(run_layout.manifest(step, element), manifest.to_json())
+
+
+def test_lag_is_divided_at_the_commit_of_the_shard(run: Path) -> None:
+    # Version 0 sampled everything. Of step 3 one shard was committed under version 1, the other under version 3.
+    commit_as_of(run, 3, 0, newest_version=1)
+    commit_as_of(run, 3, 1, newest_version=3)
+    train_ready_steps(Runtime(run, RECIPE))
+    values = [event.values for event in read_metrics(RunStore.open(run), "train")]
+    assert [v["trainer/lag_steps/max"] for v in values] == [0, 1, 2, 3]
+    assert [v["trainer/lag_in_flight_steps/max"] for v in values] == [0, 0, 0, 3]
+    assert [v["trainer/lag_in_queue_steps/max"] for v in values] == [0, 1, 2, 2]
+    # Each element has as many trajectories as the other.
+    assert (values[3]["trainer/lag_in_flight_steps/mean"], values[3]["trainer/lag_in_queue_steps/mean"]) == (2, 1)
+
+
+def test_where_one_shard_does_not_say_when_it_was_committed_the_division_is_unknown(run: Path) -> None:
+    commit_as_of(run, 2, 1, newest_version=None)
+    train_ready_steps(Runtime(run, RECIPE))
+    values = [event.values for event in read_metrics(RunStore.open(run), "train")]
+    for name in ("lag_in_flight_steps/mean", "lag_in_flight_steps/max", "lag_in_queue_steps/mean"):
+        assert [math.isnan(v[f"trainer/{name}"]) for v in values] == [False, False, True, False]
+    assert [v["trainer/lag_steps/mean"] for v in values] == [0, 1, 2, 3]
+
+
+def test_a_step_that_is_tried_again_knows_when_its_shards_were_committed(run: Path) -> None:
+    commit_as_of(run, 3, 0, newest_version=1)
+    shared = Runtime(run, RECIPE)
+    _, first = freeze_and_load(shared, 3)
+    _, again = freeze_and_load(shared, 3)
+    assert [content.newest_version for content in first] == [content.newest_version for content in again] == [1, 0]
+    (run / run_layout.manifest(3, 0)).unlink()
+    _, without = freeze_and_load(shared, 3)
+    assert [content.newest_version for content in without] == [None, 0]
 
 
 # Resuming
