@@ -26,6 +26,7 @@ from schemas.errors import UserError
 from schemas.manifest import PolicyCommit
 from schemas.recipe import Recipe
 from schemas.store import RunStore
+from schemas.worker import named
 from stages.runtime import Runtime
 from stages.train import StepReport, settle, train_ready_steps
 
@@ -58,7 +59,7 @@ def run(
     options = _options(beam_flags)
     store = RunStore.open(location)
     prepare_run(store, recipe, resume=resume)
-    with store.held(run_layout.CONFIG), fresh_runtime(location, recipe) as shared:
+    with named("colocated"), store.held(run_layout.CONFIG), fresh_runtime(location, recipe) as shared:
         shared.after_warm_start += after_warm_start
         shared.after_step += after_step
         shared.warm_start_report = warm_start_report or shared.warm_start_report

@@ -26,6 +26,7 @@ from runners.profiles import RunnerProfile
 from runners.run_directory import fresh_runtime, rare_garbage_collection, recipe_of
 from schemas.errors import UserError
 from schemas.store import RunStore
+from schemas.worker import named
 from stages.prompts.shares import WHOLE_RUN, Share
 
 
@@ -48,7 +49,7 @@ def generate(
     recipe = recipe_of(store)
     flags = [*profile.flags, *(job_server_flags() if profile.beam_runner == "FlinkRunner" else ()), *beam_flags]
     role = f"rollout-{share.index + 1}-of-{share.of}"
-    with present(store, role), fresh_runtime(location, recipe):
+    with named(f"generator-{share}"), present(store, role), fresh_runtime(location, recipe):
         pipeline = beam.Pipeline(runner=_runner(profile), options=PipelineOptions(flags, save_main_session=False))
         _ = sample_shards(pipeline, recipe, location, share, profile.shape)
         if not profile.shape.boundaries:

@@ -1,4 +1,5 @@
-"""What a run did, read from its directory alone: each stage's records, tokens and time, and what was dropped and why.
+"""What a run did, read from its directory alone: each stage's records, tokens and time, and what was dropped and why;
+and the same of each worker, with what of its time it worked and waited.
 
 It reads live runs and broken ones. A file that cannot be read is a row that says so, never an end of the report; a file
 that is missing is named. Nothing is written.
@@ -20,18 +21,18 @@ from rich.markup import escape
 from rich.text import Text
 
 from runners.report import count, duration, number, share, size, sparkline, table
+from runners.stage_report import STAGES, StageReport, stage_reports
+from runners.workers import WorkerReport, stage_times, worker_reports
 from schemas import run_layout
 from schemas.errors import UserError
 from schemas.manifest import PolicyCommit, ShardManifest, StepList, StoredRecord, TrainerCommit
-from schemas.metrics import MetricEvent, read_metrics
+from schemas.metrics import MetricEvent, MetricsTail
 from schemas.recipe import Recipe
 from schemas.recipe_io import recipe_from_json
 from schemas.store import RunStore
 from schemas.trajectory_columns import SCHEMA_VERSION
 
 Record = TypeVar("Record", bound=StoredRecord)
-
-STAGES = ("prompts", "rollout", "reward", "group", "pack", "shards", "train")
 
 # What a newcomer looks at first, in this order. (metric, what it is called in the table)
 SERIES = (
@@ -43,6 +44,9 @@ SERIES = (
     ("rollout/turns/mean", "turns"),
     ("group/mixed/fraction", "groups with mixed rewards"),
     ("trainer/lag_steps/max", "lag in steps, max"),
+    ("trainer/lag_steps/mean", "lag in steps, mean"),
+    ("trainer/lag_in_flight_steps/mean", "  of which in flight"),
+    ("trainer/lag_in_queue_steps/mean", "  of which in the queue"),
     ("trainer/sampler_logprob_gap_nats/mean", "log-prob gap in nats, mean"),
     ("trainer/sampler_logprob_gap_nats/max", "log-prob gap in nats, max"),
     ("trainer/ratio/max", "importance ratio, max"),
@@ -54,28 +58,6 @@ SERIES = (
 
 
 # What a report holds -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StageReport:
-    """One stage over the whole run. Counts are None where nothing was recorded; `dropped` is reason -> number."""
-
-    stage: str
-    events: int
-    records_in: float | None
-    records_out: float | None
-    unit: str  # of records_out
-    dropped: Mapping[str, float]
-    tokens_in: float | None
-    tokens_out: float | None
-    seconds: float | None  # at work
-    tokens_per_second: float | None
-    busy_share: float | None  # of the run's time from its first rollout to its last event
-    notes: str = ""
-
-    @property
-    def idle_share(self) -> float | None:
-        return None if self.busy_share is None else max(0.0, 1.0 - self.busy_share)
 
 
 @dataclass(frozen=True)
@@ -132,6 +114,7 @@ class Inspection:
     first_event: float | None
     last_event: float | None
     stages: tuple[StageReport, ...]
+    workers: tuple[WorkerReport, ...]
     series: Mapping[str, Sequence[tuple[int, float | None]]]  # metric -> (step, value), in order of step
     shards: tuple[ShardReport, ...]
     policies: tuple[PolicyReport, ...]
@@ -143,10 +126,8 @@ class Inspection:
     problems: tuple[str, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
-        report = asdict(self)
-        for stage, plain in zip(self.stages, report["stages"], strict=True):
-            plain["idle_share"] = stage.idle_share
-        return report
+        parts = {"stages": self.stages, "workers": self.workers}
+        return asdict(self) | {name: [one.to_json() for one in some] for name, some in parts.items()}
 
 
 # Reading -----------------------------------------------------------------------------------------------------------
@@ -166,7 +147,8 @@ def inspect_run(store: RunStore) -> Inspection:
     policies = _policies(store, problems)
     versions = [policy.version for policy in policies]
     shards = _shards(store, step_lists, versions, problems)
-    events = read_metrics(store)
+    metrics = MetricsTail(store)
+    events, of_processes = metrics.read(), metrics.read_of_processes()
     times = [event.time for event in events]
     replay_of = _replay_of(store, problems)
     problems += _missing_weights(policies)
@@ -180,7 +162,8 @@ def inspect_run(store: RunStore) -> Inspection:
         steps=recipe.trainer.steps if recipe else None,
         first_event=min(times, default=None),
         last_event=max(times, default=None),
-        stages=tuple(stage_reports(events, recipe)),
+        stages=tuple(stage_reports(events, stage_times(of_processes), recipe)),
+        workers=tuple(worker_reports(of_processes, events, recipe)),
         series={name: points for name, _ in SERIES if (points := series_of(events, name))},
         shards=tuple(shards),
         policies=tuple(policies),
@@ -417,156 +400,17 @@ def series_of(events: Sequence[MetricEvent], name: str) -> list[tuple[int, float
     return [(step, merge_values(name, values)) for step, values in sorted(by_step.items())]
 
 
-def total_of(events: Sequence[MetricEvent], name: str) -> float | None:
-    """Sum of a metric over the run; None if it was never recorded."""
-    values = [event.values[name] for event in events if name in event.values and math.isfinite(event.values[name])]
-    return sum(values) if values else None
-
-
-# Stages ------------------------------------------------------------------------------------------------------------
-
-
-def stage_reports(events: Sequence[MetricEvent], recipe: Recipe | None) -> list[StageReport]:
-    """One report a stage, in the order of the flow. What goes in is what the stage before recorded as going out."""
-    total = lambda name: total_of(events, name)
-    groups, sampled = total("prompts/groups"), total("rollout/sampled_tokens")
-    trajectories, scored = total("rollout/trajectories"), total("reward/trajectories")
-    placed, packed_tokens = total("pack/trajectories"), total("pack/tokens")
-    skips_equal = recipe is None or recipe.algorithm.equal_groups != "train"
-    make = _StageMaker(events, _span_of(events))
-    return [
-        make("prompts", None, groups, "groups", {}, seconds=None, notes=_waited(events)),
-        make(
-            "rollout",
-            groups,
-            trajectories,
-            "trajectories",
-            {"failed": total("rollout/failed_trajectories")},
-            tokens_in=total("rollout/prompt_tokens"),
-            tokens_out=sampled,
-            seconds=total("rollout/seconds"),
-            notes=_parts(events, "rollout", ("decode", "environment")),
-        ),
-        make(
-            "reward",
-            trajectories,
-            scored,
-            "trajectories",
-            {"failed": total("reward/failed_trajectories")},
-            seconds=total("reward/seconds"),
-        ),
-        make(
-            "group",
-            scored,
-            total("group/groups"),
-            "groups",
-            {"came twice": total("group/duplicates")},
-            seconds=total("group/seconds"),
-            notes=_counted(total("group/tombstones"), "tombstones kept"),
-        ),
-        make(
-            "pack",
-            scored,
-            placed,
-            "trajectories",
-            {"in no row": total("pack/unplaced_trajectories")},
-            tokens_out=packed_tokens,
-            seconds=total("pack/seconds"),
-            notes=_counted(total("pack/rows"), "rows"),
-        ),
-        make(
-            "shards",
-            scored,
-            total("shards/trajectories"),
-            "trajectories",
-            {"quarantined shards": total("shards/quarantined"), "already committed": total("shards/already_committed")},
-            tokens_out=total("shards/tokens"),
-            seconds=total("shards/seconds"),
-            notes=size(total("shards/bytes")) if total("shards/bytes") else "",
-        ),
-        make(
-            "train",
-            total("group/groups"),
-            total("trainer/trained_groups"),
-            "groups",
-            {
-                "equal rewards": total("trainer/equal_groups") if skips_equal else None,
-                "too old": total("trainer/too_old_groups"),
-                "damaged shards": total("trainer/skipped_shards"),
-            },
-            tokens_in=packed_tokens,
-            tokens_out=total("trainer/trained_tokens"),
-            seconds=total("trainer/seconds"),
-            notes=_parts(events, "trainer", ("update", "publish", "idle")),
-        ),
-    ]
-
-
-class _StageMaker:
-    """Fills in what all stages share."""
-
-    def __init__(self, events: Sequence[MetricEvent], span: float | None):
-        self._events = events
-        self._span = span
-
-    def __call__(
-        self,
-        stage: str,
-        records_in: float | None,
-        records_out: float | None,
-        unit: str,
-        dropped: Mapping[str, float | None],
-        *,
-        seconds: float | None,
-        tokens_in: float | None = None,
-        tokens_out: float | None = None,
-        notes: str = "",
-    ) -> StageReport:
-        return StageReport(
-            stage=stage,
-            events=sum(event.stage == stage for event in self._events),
-            records_in=records_in,
-            records_out=records_out,
-            unit=unit,
-            dropped={reason: number for reason, number in dropped.items() if number},
-            tokens_in=tokens_in,
-            tokens_out=tokens_out,
-            seconds=seconds,
-            tokens_per_second=tokens_out / seconds if tokens_out and seconds else None,
-            busy_share=min(1.0, seconds / self._span) if seconds is not None and self._span else None,
-            notes=notes,
-        )
-
-
-def _span_of(events: Sequence[MetricEvent]) -> float | None:
-    """Seconds from the begin of the first rollout to the last event of the loop; pauses between resumes included."""
-    loop = [event for event in events if event.stage not in ("warm_start", "evaluate")]
-    if not loop:
-        return None
-    begins = [event.time - max(0.0, event.values.get("rollout/seconds", 0.0) or 0.0) for event in loop]
-    return max(event.time for event in loop) - min(begin for begin in begins if math.isfinite(begin))
-
-
-def _parts(events: Sequence[MetricEvent], part: str, activities: Sequence[str]) -> str:
-    seconds = [(activity, total_of(events, f"{part}/{activity}_seconds")) for activity in activities]
-    return ", ".join(f"{activity} {duration(value)}" for activity, value in seconds if value is not None)
-
-
-def _counted(value: float | None, what: str) -> str:
-    return f"{count(value)} {what}" if value else ""
-
-
-def _waited(events: Sequence[MetricEvent]) -> str:
-    deferrals, seconds = total_of(events, "prompts/deferrals"), total_of(events, "prompts/deferred_seconds")
-    return f"waited {duration(seconds)} for policies, {count(deferrals)} times" if deferrals else ""
-
-
 # On the terminal ---------------------------------------------------------------------------------------------------
+
+
+STAGE_COLUMNS = ("stage", "in", "out", "dropped", "tokens out", "seconds", "tokens/s", "idle")
 
 
 def render(inspection: Inspection, *, every_row: bool = False) -> RenderableType:
     """The report for a terminal. Long tables show their ends and all that is damaged, unless `every_row`."""
     parts: list[RenderableType] = [_head(inspection), "", _stage_table(inspection.stages)]
+    if inspection.workers:
+        parts += ["", _worker_table(inspection, every_row)]
     if inspection.series:
         parts += ["", _series_table(inspection.series)]
     parts += ["", _shard_table(inspection.shards, every_row), "", _policy_table(inspection, every_row)]
@@ -588,12 +432,11 @@ def _head(inspection: Inspection) -> RenderableType:
 
 
 def _stage_table(stages: Sequence[StageReport]) -> RenderableType:
-    columns = ("stage", "in", "out", "dropped", "tokens out", "seconds", "tokens/s", "idle")
     notes = [f"  {stage.stage}: {stage.notes}" for stage in stages if stage.notes]
     rows = [_stage_row(stage) for stage in stages if stage.events]
     if not rows:
         return Text("Stages: nothing recorded yet")
-    return Group(table("Stages", columns, rows), Text("\n".join(notes), style="dim"))
+    return Group(table("Stages", STAGE_COLUMNS, rows), Text("\n".join(notes), style="dim"))
 
 
 def _stage_row(stage: StageReport) -> list[str]:
@@ -607,6 +450,33 @@ def _stage_row(stage: StageReport) -> list[str]:
         "·" if stage.seconds is None else f"{stage.seconds:,.2f}",
         count(stage.tokens_per_second),
         share(stage.idle_share),
+    ]
+
+
+def _worker_table(inspection: Inspection, every_row: bool) -> RenderableType:
+    """What became of the workers' time; and what each did, where that says more than the table of stages."""
+    workers = inspection.workers
+    shown, hidden = _ends(workers, every_row, lambda worker: False)
+    columns = ("worker", "as", "processes", "seconds", "busy", "idle", "other", "last event")
+    newest = max(worker.last_event for worker in workers)
+    times = table("Workers", columns, [_worker_row(worker, newest) for worker in shown], left=2)
+    note = Text("  idle: generators for a policy, trainers for shards; last event: before the run's last", style="dim")
+    parts: list[RenderableType] = [_with_hidden(Group(times, note), hidden)]
+    if len({worker.worker for worker in workers}) > 1:
+        columns = ("worker", "stage", *STAGE_COLUMNS[1:])
+        rows = [[worker.worker, *_stage_row(stage)] for worker in shown for stage in worker.stages]
+        parts += ["", table("Stages of each worker", columns, rows, left=2)]
+    return Group(*parts)
+
+
+def _worker_row(worker: WorkerReport, newest: float) -> list[str]:
+    return [
+        worker.worker,
+        worker.part,
+        count(len(worker.processes)),
+        f"{worker.span:,.1f}",
+        *(share(part) for part in worker.shares),
+        duration(newest - worker.last_event),
     ]
 
 

@@ -17,6 +17,7 @@ from runners.run_directory import clear_leftovers, fresh_runtime, rare_garbage_c
 from schemas import run_layout
 from schemas.manifest import PolicyCommit
 from schemas.store import RunStore
+from schemas.worker import named
 from stages.runtime import Runtime
 from stages.train import StepReport, settle, train_ready_steps
 from stages.warm_start import warm_start
@@ -43,7 +44,7 @@ def train(
     location = str(location)
     store = RunStore.open(location)
     recipe = recipe_of(store)
-    with store.held(run_layout.CONFIG), fresh_runtime(location, recipe) as shared:
+    with named("trainer"), store.held(run_layout.CONFIG), fresh_runtime(location, recipe) as shared:
         shared.after_warm_start += after_warm_start
         shared.after_step += after_step
         shared.warm_start_report = warm_start_report or shared.warm_start_report
@@ -52,6 +53,7 @@ def train(
         commit = warm_start(shared, shared.warm_start_report)
         for hook in shared.after_warm_start:
             hook(commit)
+        shared.idle_since = time.monotonic()
         with rare_garbage_collection():
             _train_until_the_last_step(shared)
 

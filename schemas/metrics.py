@@ -4,7 +4,8 @@ Names are `<part>/<quantity>_<unit>/<statistic>`. A name that is not in `METRICS
 `docs/metrics.md` is made from the table, so neither can drift from the other.
 
 Events are JSON lines, append-only, one log a stage (see `RunStore.append_line`). A stage that is run again for the same
-step (a retry, a resume) appends again, and the last word counts. Left out on purpose: any other sink.
+step (a retry, a resume) appends again, and the last word counts. Each says which worker wrote it (`schemas.worker`), so
+what every worker did can be read too, also where another's word counted. Left out on purpose: any other sink.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from schemas import run_layout
+from schemas import run_layout, worker
 from schemas.store import RunStore
 from schemas.text import to_json
 
@@ -142,7 +143,7 @@ METRICS: tuple[Metric, ...] = tuple(
 METRIC_BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
 
 _STAGE_NAME = re.compile(r"^[a-z][a-z0-9_]*$")
-_OWN_KEYS = ("stage", "step", "time", "values")
+_OWN_KEYS = ("stage", "step", "time", "values", "worker", "process")
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,8 @@ class MetricEvent:
     time: float  # seconds since the epoch
     values: Mapping[str, float]  # NaN where the value was not finite
     labels: Mapping[str, Any] = field(default_factory=dict)
+    worker: str = ""  # the writer's name in the run; "" in events of before there were names
+    process: str = ""  # and its process, "host:pid"
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,7 @@ class MetricsWriter:
             raise ValueError(f"label {taken[0]!r} is a key of every event; choose another name")
         numbers = {_known(name): _number(name, value) for name, value in values.items()}
         event = {**labels, "stage": self.stage, "step": int(step), "time": self.clock(), "values": numbers}
+        event |= {"worker": worker.worker(), "process": worker.process()}
         self.store.append_line(run_layout.metrics(self.stage), to_json(event).encode())
 
 
@@ -210,6 +214,9 @@ def read_metrics(store: RunStore, stage: str | None = None) -> list[MetricEvent]
     return MetricsTail(store, stage).read()
 
 
+_LastWords = dict[tuple[Any, ...], tuple[str, MetricEvent]]  # by identity; and the part of a log that it stands in
+
+
 class MetricsTail:
     """Reads a run's metrics again and again while they grow, and parses each line once.
 
@@ -221,32 +228,47 @@ class MetricsTail:
         self._store = store
         self._stage = stage
         self._parsed_bytes: dict[str, int] = {}  # by part of a log
-        self._last: dict[tuple[str, int, str], tuple[str, MetricEvent]] = {}  # and the part that it stands in
+        self._last: _LastWords = {}
+        self._last_of_processes: _LastWords = {}
 
     def read(self) -> list[MetricEvent]:
         """As `read_metrics`, of now."""
+        self._look()
+        return _in_order(self._last)
+
+    def read_of_processes(self) -> list[MetricEvent]:
+        """The same, but the last word of each process: where two were at work on an element, both are there."""
+        self._look()
+        return _in_order(self._last_of_processes)
+
+    def _look(self) -> None:
         logs = "metrics" if self._stage is None else run_layout.metrics(self._stage)
         for part, size in self._store.log_parts(logs).items():
             if size > self._parsed_bytes.get(part, 0):
                 self._parse(part, self._store.get_part(part))
-        events = [event for _, event in self._last.values()]
-        return sorted(events, key=lambda event: (event.stage, event.step, _element(event)))
 
     def _parse(self, part: str, data: bytes) -> None:
         start = self._parsed_bytes.get(part, 0)
         for line in data[start:].split(b"\n"):
             event = _event(line)
             if event is not None:
-                self._take(part, event)
+                identity = (event.stage, event.step, _element(event))
+                _take(self._last, identity, part, event)
+                _take(self._last_of_processes, (*identity, event.process), part, event)
         # What stands behind the last line break may still be in the writing; it is looked at again.
         self._parsed_bytes[part] = data.rfind(b"\n") + 1
 
-    def _take(self, part: str, event: MetricEvent) -> None:
-        """The last word counts: in one part by the order of lines, between parts, which grow side by side, by time."""
-        identity = (event.stage, event.step, _element(event))
-        known_part, known = self._last.get(identity, (part, event))
-        if known_part == part or event.time >= known.time:
-            self._last[identity] = part, event
+
+def _take(last: _LastWords, identity: tuple[Any, ...], part: str, event: MetricEvent) -> None:
+    """The last word counts: in one part by the order of lines, between parts, which grow side by side, by time."""
+    known_part, known = last.get(identity, (part, event))
+    if known_part == part or event.time >= known.time:
+        last[identity] = part, event
+
+
+def _in_order(last: _LastWords) -> list[MetricEvent]:
+    events = [event for _, event in last.values()]
+    return sorted(events, key=lambda event: (event.stage, event.step, _element(event), event.process))
 
 
 def _element(event: MetricEvent) -> str:
@@ -259,7 +281,8 @@ def _event(line: bytes) -> MetricEvent | None:
         record = json.loads(line)
         values = {name: math.nan if value is None else float(value) for name, value in record["values"].items()}
         labels = {key: value for key, value in record.items() if key not in _OWN_KEYS}
-        return MetricEvent(str(record["stage"]), int(record["step"]), float(record["time"]), values, labels)
+        who = str(record.get("worker", "")), str(record.get("process", ""))
+        return MetricEvent(str(record["stage"]), int(record["step"]), float(record["time"]), values, labels, *who)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -81,6 +81,7 @@ class Runtime:
       after_step: called in order with each StepReport, on the trainer's thread, once the step's policy is published.
       train_state: the trainer's weights and optimizer state after its last step; None before the first one.
       train_lock: held by whoever trains.
+      idle_since: when the trainer began to wait for shards, on the monotonic clock.
       recent_shards: what this process committed and no trainer has taken yet.
     """
 

@@ -63,9 +63,7 @@ def commit_shard(store: RunStore, packed: PackedBatch, run_id: str) -> ShardComm
     return commit_prepared(store, *prepare_shard(packed, run_id))
 
 
-def prepare_shard(
-    packed: PackedBatch, run_id: str, newest_version: int | None = None
-) -> tuple[ShardManifest, bytes]:
+def prepare_shard(packed: PackedBatch, run_id: str, newest_version: int | None = None) -> tuple[ShardManifest, bytes]:
     """The manifest and the file of a batch, of which nothing is written yet. Raises as `write_shard` does.
 
     Args:

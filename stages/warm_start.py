@@ -199,4 +199,5 @@ class _WarmStartFn(beam.DoFn):
         commit = warm_start(shared, shared.warm_start_report)
         for hook in shared.after_warm_start:
             hook(commit)
+        shared.idle_since = time.monotonic()  # until now nobody waited for shards
         yield commit.version

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 from schemas import run_layout
 from schemas.metrics import METRIC_BY_NAME, METRICS, MetricsTail, MetricsWriter, markdown_table, read_metrics
 from schemas.store import RunStore
+from schemas.worker import named, process, worker
 
 DOCS = Path(__file__).parents[2] / "docs"
 LOSS, NORM = "trainer/loss", "trainer/grad_norm"
@@ -65,12 +68,14 @@ def test_what_is_written_is_read(store: RunStore) -> None:
 
 def test_each_event_is_one_line_of_standard_json_in_the_stages_file(store: RunStore) -> None:
     writer = MetricsWriter(store, "train", clock=lambda: 5.5)
-    writer.write(0, {LOSS: float("nan")})
-    writer.write(1, {LOSS: 0.5})
+    with named("trainer"):
+        writer.write(0, {LOSS: float("nan")})
+        writer.write(1, {LOSS: 0.5})
     lines = store.get(run_layout.metrics("train")).splitlines()
+    common = {"stage": "train", "time": 5.5, "worker": "trainer", "process": process()}
     assert [json.loads(line, parse_constant=pytest.fail) for line in lines] == [
-        {"stage": "train", "step": 0, "time": 5.5, "values": {LOSS: None}},
-        {"stage": "train", "step": 1, "time": 5.5, "values": {LOSS: 0.5}},
+        {"step": 0, "values": {LOSS: None}, **common},
+        {"step": 1, "values": {LOSS: 0.5}, **common},
     ]
 
 
@@ -133,6 +138,34 @@ def test_elements_of_one_step_stand_side_by_side(store: RunStore) -> None:
     assert [(event.labels["element"], event.values["pack/rows"]) for event in read_metrics(store)] == [
         (2, 2.0),
         (10, 3.0),
+    ]
+
+
+def test_an_event_says_which_worker_and_which_process_wrote_it(store: RunStore) -> None:
+    with named("generator-2/4"):
+        MetricsWriter(store, "pack").write(0, {"pack/rows": 1.0})
+    MetricsWriter(store, "pack").write(1, {"pack/rows": 1.0})
+    assert (
+        [event.worker for event in read_metrics(store)] == ["generator-2/4", process()] == ["generator-2/4", worker()]
+    )
+    assert {event.process for event in read_metrics(store)} == {f"{socket.gethostname()}:{os.getpid()}"}
+
+
+def test_an_event_of_before_there_were_names_is_read_without_one(store: RunStore) -> None:
+    store.append_line("metrics/train.jsonl", b'{"stage":"train","step":3,"time":5.5,"values":{"trainer/loss":1}}')
+    (event,) = read_metrics(store)
+    assert (event.step, event.values, event.worker, event.process) == (3, {LOSS: 1.0}, "", "")
+
+
+def test_of_two_processes_at_one_element_the_last_counts_and_both_can_be_read(store: RunStore) -> None:
+    for process, rows in [("a:1", 1.0), ("b:1", 2.0), ("a:1", 3.0)]:
+        line = {"stage": "pack", "step": 0, "time": 5.5, "values": {"pack/rows": rows}, "element": 0}
+        store.append_line("metrics/pack.jsonl", json.dumps(line | {"worker": "w", "process": process}).encode())
+    tail = MetricsTail(store)
+    assert [event.values["pack/rows"] for event in tail.read()] == [3.0]
+    assert [(event.process, event.values["pack/rows"]) for event in tail.read_of_processes()] == [
+        ("a:1", 3.0),
+        ("b:1", 2.0),
     ]
 
 
