@@ -463,10 +463,16 @@ def _worker_table(inspection: Inspection, every_row: bool) -> RenderableType:
     note = Text("  idle: generators for a policy, trainers for shards; last event: before the run's last", style="dim")
     parts: list[RenderableType] = [_with_hidden(Group(times, note), hidden)]
     if len({worker.worker for worker in workers}) > 1:
-        columns = ("worker", "stage", *STAGE_COLUMNS[1:])
-        rows = [[worker.worker, *_stage_row(stage)] for worker in shown for stage in worker.stages]
-        parts += ["", table("Stages of each worker", columns, rows, left=2)]
+        rows = [row for worker in shown for row in _worker_stage_rows(worker)]
+        parts += ["", table("Stages of each worker", STAGE_COLUMNS, rows)]
     return Group(*parts)
+
+
+def _worker_stage_rows(worker: WorkerReport) -> list[list[str]]:
+    """The worker's name on a line of its own: no stage's row has room for it on a terminal of 80 columns."""
+    heading = [worker.worker, *[""] * (len(STAGE_COLUMNS) - 1)]
+    rows = (_stage_row(stage) for stage in worker.stages)
+    return [heading, *([f"  {stage}", *cells] for stage, *cells in rows)]
 
 
 def _worker_row(worker: WorkerReport, newest: float) -> list[str]:
