@@ -3,7 +3,8 @@
 It waits for version 0 and then, before each claim, for the policy that the lag bound asks for; whoever trains is
 another process. It may be killed at any moment, started again, and started twice: the first writer of a shard wins.
 
-Left out on purpose: trying again. A pipeline that failed ends its process, and whoever started that decides.
+Left out on purpose: trying again. A pipeline that failed ends its process, and whoever started that decides. One that
+was cancelled or drained was stopped by somebody, so nobody is asked to start it again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
-from apache_beam.runners.runner import PipelineRunner, create_runner
+from apache_beam.runners.runner import PipelineResult, PipelineRunner, PipelineState, create_runner
 
 from pipelines.online import sample_shards
 from runners.beam_errors import errors_as_raised
@@ -39,7 +40,8 @@ def generate(
       beam_flags: further flags for Beam, as on a command line ("--prism_location=/opt/prism").
 
     Raises:
-      UserError: there is no run, the profile has no generators, or whatever a stage raised that the user can mend.
+      UserError: there is no run, the profile has no generators, or whatever a stage raised that the user can mend; or
+        the job was cancelled or drained in its runner.
       Exception: the pipeline failed; started again, it goes on from the run directory.
     """
     if profile.trains_itself:
@@ -55,7 +57,32 @@ def generate(
         if not profile.shape.boundaries:
             check_fusion(pipeline)
         with errors_as_raised(), rare_garbage_collection():
-            pipeline.run().wait_until_finish()
+            _wait_for_the_end(pipeline.run(), role)
+
+
+_STOPPED = (
+    *(PipelineState.CANCELLING, PipelineState.CANCELLED),
+    *(PipelineState.DRAINING, PipelineState.DRAINED, PipelineState.UPDATED),
+)
+
+
+def _wait_for_the_end(result: PipelineResult, role: str) -> None:
+    try:
+        result.wait_until_finish()
+    except RuntimeError as error:
+        state = _state_of(result)
+        if state not in _STOPPED:
+            raise
+        raise UserError(
+            role, f"its job was stopped ({state}).", "The run can be resumed: what is committed stays."
+        ) from error
+
+
+def _state_of(result: PipelineResult) -> str:
+    try:
+        return str(result.state)
+    except Exception:  # whoever knew it is gone too
+        return str(PipelineState.UNKNOWN)
 
 
 def _runner(profile: RunnerProfile) -> PipelineRunner:

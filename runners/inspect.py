@@ -439,12 +439,12 @@ def _stage_table(stages: Sequence[StageReport]) -> RenderableType:
     return Group(table("Stages", STAGE_COLUMNS, rows), Text("\n".join(notes), style="dim"))
 
 
-def _stage_row(stage: StageReport) -> list[str]:
+def _stage_row(stage: StageReport, indent: str = "", unit: str | None = None) -> list[str]:
     dropped = ", ".join(f"{count(number)} {reason}" for reason, number in stage.dropped.items())
     return [
-        stage.stage,
+        f"{indent}{stage.stage}",
         count(stage.records_in),
-        f"{count(stage.records_out)} {stage.unit}",
+        f"{count(stage.records_out)} {stage.unit if unit is None else unit}".rstrip(),
         dropped or "0",
         count(stage.tokens_out),
         "·" if stage.seconds is None else f"{stage.seconds:,.2f}",
@@ -469,10 +469,9 @@ def _worker_table(inspection: Inspection, every_row: bool) -> RenderableType:
 
 
 def _worker_stage_rows(worker: WorkerReport) -> list[list[str]]:
-    """The worker's name on a line of its own: no stage's row has room for it on a terminal of 80 columns."""
+    """The worker's name on a line of its own, and no units: a terminal of 80 columns has no room for them."""
     heading = [worker.worker, *[""] * (len(STAGE_COLUMNS) - 1)]
-    rows = (_stage_row(stage) for stage in worker.stages)
-    return [heading, *([f"  {stage}", *cells] for stage, *cells in rows)]
+    return [heading, *(_stage_row(stage, indent="  ", unit="") for stage in worker.stages)]
 
 
 def _worker_row(worker: WorkerReport, newest: float) -> list[str]:

@@ -34,7 +34,7 @@ from schemas.recipe import Recipe
 from schemas.records import Failure, PackedBatch, Prompt, ShardContent
 from schemas.store import RunStore
 from schemas.text import to_json
-from stages.counters import count
+from stages.counters import count_all
 
 Outcome = Literal["written", "already_committed", "quarantined"]
 
@@ -437,9 +437,17 @@ class _WriteShardFn(beam.DoFn):
         if commit.outcome == "written":
             self._recent.put(manifest.sha256, packed)
         self._measure(packed, commit, time.perf_counter() - started)
-        count(WriteShards, commit.outcome.replace("_", "-"))
-        count(WriteShards, "out-bytes", commit.manifest.bytes if commit.outcome == "written" else 0)
-        count(WriteShards, "dead-letters", dead_letters)
+        written = commit.outcome == "written"
+        count_all(
+            WriteShards,
+            {
+                "in-trajectories": manifest.trajectories,
+                "in-tokens": manifest.tokens,
+                commit.outcome.replace("_", "-"): 1,
+                "out-bytes": manifest.bytes if written else 0,
+                "dead-letters": dead_letters,
+            },
+        )
         yield commit.manifest
 
     def _measure(self, packed: PackedBatch, commit: ShardCommit, seconds: float) -> None:

@@ -33,7 +33,7 @@ from schemas.metrics import MetricsWriter
 from schemas.recipe import Recipe
 from schemas.records import Group, ShardContent
 from schemas.store import RunStore
-from stages.counters import count
+from stages.counters import count, count_all
 from stages.runtime import Runtime, runtime
 from stages.shards import freeze_step, frozen_step, read_listed, read_manifest, read_shard
 
@@ -351,6 +351,13 @@ class Train(beam.PTransform):
         )
 
 
+_COUNTED = {
+    "trained-tokens": "trainer/trained_tokens",
+    "trained-groups": "trainer/trained_groups",
+    "dropped-too-old-groups": "trainer/too_old_groups",
+}
+
+
 class _TrainFn(beam.DoFn):
     def __init__(self, recipe: Recipe, run: str):
         self._recipe = recipe
@@ -359,5 +366,6 @@ class _TrainFn(beam.DoFn):
     def process(self, manifest: ShardManifest) -> Iterator[StepReport]:
         count(Train, "in-shards")
         for report in train_ready_steps(runtime(self._run, self._recipe)):
-            count(Train, "out-steps")
+            counts = {name: int(report.metrics[metric]) for name, metric in _COUNTED.items()}
+            count_all(Train, {"out-steps": 1, **counts})
             yield report

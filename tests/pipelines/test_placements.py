@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from runners import colocated
+from runners.inspect import inspect_run
 from runners.ledger import TRAINED, Ledger, ledger_of
 from runners.processes import Launcher, Task
 from runners.profiles import PROFILES
@@ -76,6 +77,27 @@ def leftovers(run: Path) -> list[str]:
     ] + [str(path) for path in paths if path.parts[0] == "workers" and len(path.parts) > 1]
 
 
+def assert_inspection_names_every_worker(placement: Placement, run: Path) -> None:
+    """Each has its own time, which is work, waiting and the rest; and together they did what the run did."""
+    inspection = inspect_run(RunStore.open(run))
+    generators = [f"generator-{index + 1}/{placement.generators}" for index in range(placement.generators)]
+    together = placement.name == "colocated"
+    assert [(worker.worker, worker.part) for worker in inspection.workers] == (
+        [("colocated", "generator"), ("colocated", "trainer")]
+        if together
+        else [*((name, "generator") for name in generators), ("trainer", "trainer")]
+    )
+    for worker in inspection.workers:
+        assert worker.busy + worker.idle + worker.other == pytest.approx(worker.span)
+        assert worker.busy > 0 and worker.idle > 0
+    for stage in inspection.stages:
+        own = [mine for worker in inspection.workers for mine in worker.stages if mine.stage == stage.stage]
+        assert sum(mine.records_out or 0 for mine in own) == stage.records_out
+        assert sum(mine.records_in or 0 for mine in own) == (stage.records_in or 0)
+        assert sum(mine.tokens_out or 0 for mine in own) == (stage.tokens_out or 0)
+        assert sum(mine.seconds or 0 for mine in own) == pytest.approx(stage.seconds or 0)
+
+
 def assert_nothing_is_left(run: Path) -> None:
     wait_until(lambda: processes_of(run) == [])
     assert leftovers(run) == []
@@ -98,6 +120,11 @@ def test_a_run_ends_with_every_prompt_trained_once_and_none_older_than_the_bound
     # The trainer saw nothing too old either: the bound held where the data was made, not by dropping it.
     assert all(values["trainer/lag_steps/max"] <= max_lag for values in consumed)
     assert all(values["trainer/too_old_groups"] == 0 for values in consumed)
+    for values in consumed:
+        in_flight, in_queue = (values[f"trainer/lag_in_{part}_steps/mean"] for part in ("flight", "queue"))
+        assert in_flight >= 0 and in_queue >= 0
+        assert in_flight + in_queue == pytest.approx(values["trainer/lag_steps/mean"])
+    assert_inspection_names_every_worker(placement, run)
     assert not RunStore.open(run).list("quarantine")
     assert_nothing_is_left(run)
 
@@ -299,13 +326,14 @@ def test_a_run_whose_launcher_is_killed_leaves_no_process_and_is_resumed_by_the_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_ends_all_its_processes_and_is_resumed(
-    placement_of_processes: Placement, start: Start
+    placement_of_processes: Placement, start: Start, ending: signal.Signals
 ) -> None:
     run = start(placement_of_processes, recipe_of())
     wait_until(lambda: run.shards() >= 1 or run.is_over)
     assert run.launcher is not None
-    run.launcher.send_signal(signal.SIGINT)
+    run.launcher.send_signal(ending)
     wait_until(lambda: run.is_over)
     assert_nothing_is_left(run.run)
     run.start()

@@ -218,7 +218,7 @@ def test_the_report_and_its_json_have_every_worker_also_where_the_run_has_nothin
     ]
     text = shown(store, 120)
     assert "Workers" in text and "Stages of each worker" in text
-    assert re.search(r"^generator-2/2\s*\n  prompts .*\n  rollout +2 +8 trajectories ", text, re.MULTILINE)
+    assert re.search(r"^generator-2/2\s*\n  prompts .*\n  rollout +2 +8 +0 ", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("width", [80, 120])

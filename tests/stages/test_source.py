@@ -12,6 +12,7 @@ import pytest
 from apache_beam.internal import pickler
 from apache_beam.io.iobase import RestrictionTracker
 from apache_beam.io.restriction_trackers import OffsetRange
+from apache_beam.utils.timestamp import Duration
 
 from schemas import run_layout
 from schemas.errors import UserError
@@ -22,7 +23,14 @@ from schemas.records import PromptBatch
 from schemas.store import RunStore
 from stages.prompts import source as source_module
 from stages.prompts.shares import Share
-from stages.prompts.source import _AdmitPromptsFn, admit, open_positions, pin_version, prompt_batch
+from stages.prompts.source import (
+    Deferral,
+    _AdmitPromptsFn,
+    admit,
+    open_positions,
+    pin_version,
+    prompt_batch,
+)
 from stages.runtime import Runtime, release, run_id_of, runtime
 from tests.pipelines.tiny_runs import ELEMENTS, STEPS, share_parts, tiny_recipe
 
@@ -58,6 +66,7 @@ class Claims:
     def __init__(self, tracker: RestrictionTracker):
         self.tracker = tracker
         self.residual: OffsetRange | None = None
+        self.delay: object = None
 
     def current_restriction(self) -> OffsetRange:
         return self.tracker.current_restriction()
@@ -67,7 +76,7 @@ class Claims:
 
     def defer_remainder(self, delay: object = None) -> None:
         split = self.tracker.try_split(0)
-        self.residual = split[1] if split else None
+        self.residual, self.delay = split[1] if split else None, delay
 
 
 def call_once(source: _AdmitPromptsFn, restriction: OffsetRange) -> tuple[list[PromptBatch], OffsetRange | None]:
@@ -169,6 +178,19 @@ def test_a_deferred_position_is_not_claimed_and_the_wait_is_told_with_the_elemen
     assert [event["prompts/deferrals"] for event in events] == [2, 0]
     assert events[0]["prompts/deferred_seconds"] > 0 == events[1]["prompts/deferred_seconds"]
     assert [event["prompts/lag_steps"] for event in events] == [1, 1]
+
+
+def test_a_position_that_waits_holds_no_worker(shared: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the runner keeps to delays the call returns at once, with all the rest and when to ask again."""
+    publish_up_to(shared, 0)
+    slept: list[float] = []
+    monkeypatch.setattr(source_module.time, "sleep", slept.append)
+    patient = _AdmitPromptsFn(shared.recipe, shared.run, deferral=Deferral(delay_seconds=7.0, hold_seconds=0.0))
+    waiting = OffsetRange(2 * ELEMENTS, STEPS * ELEMENTS)  # step 2, policy 0, lag 1
+    claims = Claims(patient.create_tracker(waiting))
+    assert list(patient.process(None, claims)) == []
+    claims.tracker.check_done()
+    assert (claims.residual, claims.delay, sum(slept)) == (waiting, Duration(seconds=7.0), 0.0)
 
 
 def test_elements_that_are_sampled_are_passed_over_on_the_way_to_those_that_are_not(shared: Runtime) -> None:
