@@ -140,24 +140,36 @@ def test_the_counters_of_a_colocated_run_are_its_metrics(tmp_path: Path, results
     assert counted(results)["Train", "out-steps"] == STEPS
 
 
-@pytest.mark.parametrize(("name", "generators"), [("local", 1), ("local", 2), ("prism", 1), ("prism", 2)])
+@pytest.mark.parametrize("generators", [1, 2])
 def test_the_counters_of_all_generators_together_are_the_metrics_of_the_run(
-    name: str, generators: int, tmp_path: Path, results: list[PipelineResult]
+    generators: int, tmp_path: Path, results: list[PipelineResult]
 ) -> None:
-    flags = prism_flags(name)
     begun(tmp_path, AHEAD)
     for index in range(generators):
-        generate(tmp_path, PROFILES[name], Share(index, generators), flags)
+        generate(tmp_path, PROFILES["local"], Share(index, generators))
     assert len(results) == generators
     assert_they_agree(results, tmp_path, but=OF_COLOCATED)
     assert counted(results)["WriteShards", "written"] == STEPS * ELEMENTS
 
 
+def test_where_elements_go_side_by_side_prism_counts_no_more_than_there_is(
+    tmp_path: Path, results: list[PipelineResult]
+) -> None:
+    """Fewer it may count: of bundles that end before it has learned a counter's name it keeps one (2.77.0)."""
+    flags = prism_flags("prism")
+    begun(tmp_path, AHEAD)
+    generate(tmp_path, PROFILES["prism"], beam_flags=flags)
+    events = read_metrics(RunStore.open(tmp_path))
+    assert recorded(events, "shards") == STEPS * ELEMENTS
+    for key, number in counted(results).items():
+        assert 0 <= number <= recorded(events, AGREE[key]), key
+
+
 @pytest.mark.parametrize("name", ["local", "prism"])
-def test_every_wait_of_a_source_that_is_counted_is_recorded(
+def test_counters_are_the_metrics_also_where_every_element_waits_for_the_one_before(
     name: str, tmp_path: Path, results: list[PipelineResult]
 ) -> None:
-    recipe = tiny_recipe(evaluation={"every": 0})  # each step waits for the one before
+    recipe = tiny_recipe(rollout={"elements_per_step": 1}, evaluation={"every": 0})
     flags = prism_flags(name)
     begun(tmp_path, recipe)
     with trainer_beside(tmp_path, recipe):
