@@ -435,14 +435,16 @@ def test_that_all_samples_of_a_step_fail_is_survived_and_reported(
 
 
 def test_a_live_run_can_be_inspected_at_any_step(tmp_path: Path) -> None:
-    reports: list[tuple[int, int, tuple[str, ...]]] = []
+    reports: list[tuple[int, int, list[tuple[str, str]], tuple[str, ...]]] = []
 
     def look(_: object) -> None:
         report = inspect_run(RunStore.open(tmp_path))
-        reports.append((report.steps_done, len(report.shards), report.problems))
+        workers = [(worker.worker, worker.part) for worker in report.workers if worker.busy > 0 and worker.idle > 0]
+        reports.append((report.steps_done, len(report.shards), workers, report.problems))
 
     colocated.run(RECIPE, tmp_path, after_step=[look])
-    assert reports == [(step, ELEMENTS * step, ()) for step in range(1, RECIPE.trainer.steps + 1)]
+    both = [("colocated", "generator"), ("colocated", "trainer")]
+    assert reports == [(step, ELEMENTS * step, both, ()) for step in range(1, RECIPE.trainer.steps + 1)]
 
 
 # Repeated bundles
