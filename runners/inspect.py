@@ -126,8 +126,8 @@ class Inspection:
     problems: tuple[str, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
-        parts = {"stages": self.stages, "workers": self.workers}
-        return asdict(self) | {name: [one.to_json() for one in some] for name, some in parts.items()}
+        stages, workers = [stage.to_json() for stage in self.stages], [worker.to_json() for worker in self.workers]
+        return asdict(self) | {"stages": stages, "workers": workers}
 
 
 # Reading -----------------------------------------------------------------------------------------------------------
