@@ -1,6 +1,6 @@
 """Runs of the tiny recipe on every placement, for the tests that hold on all of them.
 
-    python -m tests.pipelines.placed PLACEMENT RECIPE.json RUN [PRISM]
+    python -m tests.pipelines.placed PLACEMENT RECIPE.json RUN [PRISM [BEAM FLAG...]]
 
 is the launcher of such a run: it starts it, or resumes it where there is one.
 """
@@ -31,15 +31,26 @@ class Placement:
     name: str
     generators: int = 1
     prism: str | None = None
+    beam_flags: tuple[str, ...] = ()
+
+    def options(self) -> list[str]:
+        """Of `rollstream rollout`."""
+        location = ["--prism-location", self.prism] if self.prism else []
+        return location + [f"--beam-flag={flag}" for flag in self.beam_flags]
 
     def run(self, recipe: Recipe, run: Path, *, resume: bool = False) -> None:
         profile = PROFILES[self.name]
         if profile.trains_itself:
             colocated.run(recipe, run, resume=resume)
             return
-        options = ["--prism-location", self.prism] if self.prism else []
         processes.run(
-            recipe, run, profile, resume=resume, generators=self.generators, generator_options=options, say=_say
+            recipe,
+            run,
+            profile,
+            resume=resume,
+            generators=self.generators,
+            generator_options=self.options(),
+            say=_say,
         )
 
 
@@ -102,7 +113,7 @@ def processes_of(folder: Path) -> list[Process]:
 
 
 if __name__ == "__main__":
-    name, recipe, run, *prism = sys.argv[1:]
-    Placement(name, generators=2 if name == "local" else 1, prism=prism[0] if prism else None).run(
+    name, recipe, run, *rest = sys.argv[1:]
+    Placement(name, 2 if name == "local" else 1, rest[0] if rest else None, tuple(rest[1:])).run(
         recipe_from_json(Path(recipe).read_bytes(), recipe), Path(run), resume=Path(run, CONFIG).exists()
     )

@@ -164,8 +164,9 @@ def test_what_the_user_can_mend_ends_a_generator_with_its_own_words(
     prepare_run(RunStore.open(run), recipe_of(), resume=False)
     begin(run, recipe_of())
     RunStore.open(run).put_new(run_layout.pin(0, 0), b"torn")
-    options = ["--prism-location", placement_of_processes.prism] if placement_of_processes.prism else []
-    task = Task("rollout", ("rollout", str(run), "--runner", placement_of_processes.name, *options))
+    task = Task(
+        "rollout", ("rollout", str(run), "--runner", placement_of_processes.name, *placement_of_processes.options())
+    )
     said: list[str] = []
     with pytest.raises(UserError, match=r"^rollout: pins/step-00000000/0000\.json: is not whole JSON"):
         Launcher([task], run, said.append, lambda: 0).run()
@@ -207,7 +208,7 @@ class Started:
 
     def start(self) -> None:
         """Begins the run, or resumes it: it is the same command."""
-        prism = [self._placement.prism] if self._placement.prism else []
+        prism = [self._placement.prism, *self._placement.beam_flags] if self._placement.prism else []
         command = [sys.executable, "-m", "tests.pipelines.placed", self._placement.name, self._recipe, self.run, *prism]
         with open(self._log, "ab") as log:
             self.launcher = subprocess.Popen(
