@@ -1,12 +1,18 @@
-"""Google Cloud Dataflow: what would be submitted, found out on this machine, without an account and without a network.
+"""Google Cloud Dataflow: a share's one job, and what would be submitted, found out without an account or a network.
 
-Left out on purpose: waiting for jobs and draining them (`gcloud dataflow jobs` does), and images (docs).
+A job outlives the process that submitted it. So its name says which share of which run it samples, and Dataflow, which
+has one active job of a name, refuses a second: whoever submits again waits for the first.
+
+Left out on purpose: ending and draining jobs (`gcloud dataflow jobs` does), and images (docs).
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
+import logging
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,15 +21,20 @@ from typing import Any
 
 import apache_beam as beam
 from apache_beam.options.pipeline_options import GoogleCloudOptions, PipelineOptions
+from apache_beam.runners.runner import PipelineResult
 
 from pipelines.online import sample_shards
 from runners.profiles import RunnerProfile
 from schemas.errors import UserError
 from schemas.recipe import Recipe
+from schemas.recipe_io import recipe_to_json
 from stages.prompts.shares import WHOLE_RUN, Share
 
 WORKER_WIDE = "worker_accelerator="
 CLOUD = ("gs://", "s3://", "az://")
+_ID_OF_THE_ACTIVE_JOB = re.compile(r"active job named \S+ with id: ([^\s]+?)\.(?:\s|$)")  # in what Beam raises
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,39 @@ def check_location(location: str) -> None:
             "lies on this machine, where Dataflow's workers cannot see it.",
             "Name a run directory in an object store, such as gs://bucket/runs/lake.",
         )
+
+
+def job_name(recipe: Recipe, location: str, share: Share, given: str | None = None) -> str:
+    """The name of the job that samples a share of the run of `recipe` at `location`, and of no other.
+
+    Args:
+      given: how the user wants it to begin; None: with the recipe's name.
+    """
+    identity = json.dumps([location.rstrip("/"), recipe_to_json(recipe).decode(), str(share)])
+    begin = given or f"rollstream-{re.sub('[^a-z0-9]+', '-', recipe.name.lower()).strip('-')}"
+    return f"{begin}-{hashlib.sha256(identity.encode()).hexdigest()[:10]}-{share.index + 1}-of-{share.of}"
+
+
+def with_job_name(flags: Sequence[str], recipe: Recipe, location: str, share: Share) -> list[str]:
+    """Beam's flags with the job's name, see `job_name`; one that is among them already is how it begins."""
+    given = PipelineOptions(list(flags)).view_as(GoogleCloudOptions).job_name
+    return [*flags, f"--job_name={job_name(recipe, location, share, given)}"]
+
+
+def submit(pipeline: beam.Pipeline) -> PipelineResult:
+    """Submits the pipeline's job, unless one of its name is active: then the result is that job's."""
+    from apache_beam.runners.dataflow.dataflow_runner import DataflowPipelineResult
+    from apache_beam.runners.dataflow.internal.apiclient import DataflowJobAlreadyExistsError
+
+    try:
+        return pipeline.run()
+    except DataflowJobAlreadyExistsError as error:
+        active = _ID_OF_THE_ACTIVE_JOB.search(str(error))
+        if active is None:
+            raise
+        runner: Any = pipeline.runner
+        _LOGGER.warning("job %s samples this share already: this process waits for it", active[1])
+        return DataflowPipelineResult(runner.dataflow_client.get_job(active[1]), runner, pipeline.options)
 
 
 def with_accelerator(profile: RunnerProfile, accelerator: str, flags: Sequence[str]) -> RunnerProfile:
@@ -87,8 +131,9 @@ def translate(
     """
     check_location(location)
     with tempfile.TemporaryDirectory() as folder:
+        named_flags = with_job_name([*profile.flags, *flags], recipe, location, share)
         options = PipelineOptions(
-            [*profile.flags, *flags, "--runner=DataflowRunner", "--dry_run=True", "--no_auth"], save_main_session=False
+            [*named_flags, "--runner=DataflowRunner", "--dry_run=True", "--no_auth"], save_main_session=False
         )
         runner = _dataflow_runner()
         pipeline = beam.Pipeline(runner=runner, options=options)

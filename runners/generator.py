@@ -19,6 +19,7 @@ from apache_beam.runners.runner import PipelineResult, PipelineRunner, PipelineS
 
 from pipelines.online import sample_shards
 from runners.beam_errors import errors_as_raised
+from runners.dataflow import submit, with_job_name
 from runners.flink import job_server_flags
 from runners.fusion import check_fusion
 from runners.presence import present
@@ -50,6 +51,9 @@ def generate(
     store = RunStore.open(location)
     recipe = recipe_of(store)
     flags = [*profile.flags, *(job_server_flags() if profile.beam_runner == "FlinkRunner" else ()), *beam_flags]
+    on_dataflow = profile.beam_runner == "DataflowRunner"
+    if on_dataflow:
+        flags = with_job_name(flags, recipe, location, share)
     role = f"rollout-{share.index + 1}-of-{share.of}"
     with named(f"generator-{share}"), present(store, role), fresh_runtime(location, recipe):
         pipeline = beam.Pipeline(runner=_runner(profile), options=PipelineOptions(flags, save_main_session=False))
@@ -57,7 +61,7 @@ def generate(
         if not profile.shape.boundaries:
             check_fusion(pipeline)
         with errors_as_raised(), rare_garbage_collection():
-            _wait_for_the_end(pipeline.run(), role)
+            _wait_for_the_end(submit(pipeline) if on_dataflow else pipeline.run(), role)
 
 
 _STOPPED = (
