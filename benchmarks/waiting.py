@@ -1,6 +1,6 @@
 """What overlapping is worth where rollouts mostly wait: steps a second with more and with less in flight.
 
-    python -m benchmarks.waiting [--recipe benchmarks/waiting.toml] [--steps 24] [--prism-location PATH]
+    python -m benchmarks.waiting [--steps 24] [--only local|prism] [--prism-location PATH] [--dir FOLDER]
 
 Environments sleep log-normally at each step (`benchmarks.sleepy_lake`), the model is tiny, so the processors are nearly
 idle and the three comparisons show the pipeline's own ability to have several things under way:
@@ -98,25 +98,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", type=Path, default=Path("benchmarks/waiting.toml"))
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--only", choices=["local", "prism"], help="these comparisons alone")
     parser.add_argument("--prism-location")
-    parser.add_argument("--only", choices=[name.split(",")[0] for name, *_ in COMPARISONS])
+    parser.add_argument("--dir", type=Path, help="keep the run directories there")
     arguments = parser.parse_args()
     console = Console()
     prism = find_prism(arguments.prism_location)
     rows = []
-    for number, (name, less, more, bar) in enumerate(COMPARISONS):
-        if not name.startswith(arguments.only or ""):
-            continue
-        if more.runner == "prism" and prism is None:
-            console.print("prism is left out: it is not on this machine (see rollstream runners)")
-            continue
-        with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
+        for name, less, more, bar in COMPARISONS:
+            if not name.startswith(arguments.only or ""):
+                continue
+            if more.runner == "prism" and prism is None:
+                console.print("prism is left out: it is not on this machine (see rollstream runners)")
+                continue
             speeds = []
             for side in (less, more):
-                run = Path(folder, f"{number}-{len(speeds)}")
+                run = (arguments.dir or Path(temporary)) / f"{name}, {side.label}".replace(" ", "-").replace(",", "")
                 speeds.append(measure(side, arguments.recipe, arguments.steps, prism, run))
                 console.print(f"{name}: {side.label}: {speeds[-1].steps_per_second:.3f} steps/s")
-        rows.append((name, less, more, bar, speeds))
+            rows.append((name, less, more, bar, speeds))
     console.print(_table(rows))
 
 
