@@ -77,5 +77,5 @@ def told_in(text: str) -> UserError | None:
     return UserError(offender, reason, "")
 
 
-def _kinds(kind: type) -> list[type]:
+def _kinds(kind: type[UserError]) -> list[type[UserError]]:
     return [kind, *(below for child in kind.__subclasses__() for below in _kinds(child))]

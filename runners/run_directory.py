@@ -9,6 +9,7 @@ import gc
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from runners.presence import alone
 from schemas import run_layout
@@ -98,7 +99,17 @@ def clear_leftovers_of_generators(store: RunStore) -> None:
             store.sweep_staged()
             sweep_orphans(store)
             if store.root is not None:
-                shutil.rmtree(store.root / run_layout.TEMPORARY, ignore_errors=True)
+                _empty(store.root / run_layout.TEMPORARY)
+
+
+def _empty(folder: Path) -> None:
+    """Removes what is in a folder, if there is one. The folder stays: a process that is only starting, and has not said
+    yet that it is there, may have been told to put its temporary files into it."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 @contextmanager

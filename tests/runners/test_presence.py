@@ -87,10 +87,12 @@ def test_whoever_comes_while_leftovers_are_removed_waits(store: RunStore) -> Non
 def test_leftovers_stay_while_somebody_who_may_be_making_them_lives(store: RunStore, tmp_path: Path) -> None:
     store.put_new("trajectories/step-00000000/0000-abc.arrow", b"not committed yet")
     (tmp_path / "config.json#123").write_bytes(b"staged")
-    (tmp_path / "tmp").mkdir()
-    half_made = ("trajectories/step-00000000/0000-abc.arrow", "config.json#123", "tmp")
+    (tmp_path / "tmp/of-a-library").mkdir(parents=True)
+    (tmp_path / "tmp/file").write_bytes(b"left")
+    half_made = ("trajectories/step-00000000/0000-abc.arrow", "config.json#123", "tmp/of-a-library", "tmp/file")
     with another_process(store):
         clear_leftovers_of_generators(store)
         assert all((tmp_path / name).exists() for name in half_made)
     clear_leftovers_of_generators(store)
     assert not any((tmp_path / name).exists() for name in half_made)
+    assert (tmp_path / "tmp").is_dir()  # where a process that is only starting puts its temporary files
