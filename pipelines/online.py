@@ -45,11 +45,13 @@ class GraphShape:
       deferral: how the source waits for a policy.
       rollout_hints: resources of the sampling step alone, by Beam's names of them ("accelerator", "min_ram"); a runner
         that heeds them gives that step workers of its own.
+      decode_together: elements that one process samples at the same time share the engine's calls.
     """
 
     boundaries: frozenset[str] = frozenset()
     deferral: Deferral = SHORT_NAPS
     rollout_hints: Mapping[str, str] = field(default_factory=dict)
+    decode_together: bool = False
 
     def __post_init__(self) -> None:
         if unknown := self.boundaries - set(BOUNDARIES):
@@ -89,7 +91,7 @@ def sample_shards(
     """
     register_record_coders()
     prompts = start | "AdmitPrompts" >> AdmitPrompts(recipe, run, share, shape.deferral)
-    rollout: beam.PTransform = Rollout(recipe, run)
+    rollout: beam.PTransform = Rollout(recipe, run, shape.decode_together)
     if shape.rollout_hints:
         rollout = rollout.with_resource_hints(**shape.rollout_hints)
     rollouts = _cut(prompts, "AfterAdmitPrompts", shape) | "Rollout" >> rollout

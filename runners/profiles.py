@@ -66,6 +66,7 @@ PROFILES = {
                 boundaries=frozenset({"AfterAdmitPrompts", "AfterRollout"}),
                 # Prism keeps to delays. A checkpoint of the source costs it some 40 ms.
                 deferral=Deferral(delay_seconds=0.1, hold_seconds=0.0),
+                decode_together=True,
             ),
             flags=("--environment_type=LOOPBACK", "--streaming"),
             elements_at_once=8,
@@ -85,7 +86,11 @@ PROFILES = {
             summary="Google Cloud Dataflow, and the trainer on a machine beside it",
             beam_runner="DataflowRunner",
             trains_itself=False,
-            shape=GraphShape(boundaries=frozenset(BOUNDARIES), deferral=Deferral(delay_seconds=1.0, hold_seconds=0.0)),
+            shape=GraphShape(
+                boundaries=frozenset(BOUNDARIES),
+                deferral=Deferral(delay_seconds=1.0, hold_seconds=0.0),
+                decode_together=True,
+            ),
             flags=(
                 "--streaming",
                 "--sdk_location=container",  # the image has everything; nothing is installed when a worker starts

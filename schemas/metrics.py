@@ -51,6 +51,12 @@ _TABLE: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("rollout/seconds", "seconds", "the whole rollout of the element"),
         ("rollout/decode_seconds", "seconds", "of which the engine sampled"),
         ("rollout/environment_seconds", "seconds", "of which environments stepped"),
+        ("rollout/decode_calls", "calls", "calls of the engine that decoded for the element"),
+        (
+            "rollout/sessions_per_decode_call/mean",
+            "sessions",
+            "cohorts that such a call decoded together: above 1 where elements or cohorts share calls",
+        ),
         ("rollout/sampled_tokens_per_second", "tokens/s", "sampled tokens over the rollout's seconds"),
         ("rollout/policy_version", "version", "policy version that sampled the element"),
     ),

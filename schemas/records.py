@@ -130,6 +130,7 @@ class RolloutBatch:
     rollouts: tuple[Rollout, ...]
     failures: tuple[Failure, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)  # per activity: "decode", "environment", ...
+    counts: Mapping[str, int] = field(default_factory=dict)  # "decode_calls" and "decoded_sessions", summed over them
 
 
 @dataclass(frozen=True, eq=False)

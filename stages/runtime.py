@@ -27,6 +27,7 @@ from jax_core.models.config import ModelConfig
 from jax_core.models.decoder import Params, init_params, param_shapes
 from jax_core.policies import PolicyCache, PolicyStore, TrainerStore
 from jax_core.sampling.engine import Engine
+from jax_core.sampling.shared import SharedEngine
 from jax_core.tokenizers import Tokenizer, make_tokenizer
 from jax_core.trainer import Trainer, TrainState
 from schemas import run_layout
@@ -145,6 +146,11 @@ class Runtime:
             prompt_tokens=rollout.prompt_tokens,
             branch_tokens=rollout.branch_tokens,
         )
+
+    @built_once
+    def shared_engine(self) -> SharedEngine:
+        """The same engine, for elements that are sampled at the same time."""
+        return SharedEngine(self.engine)
 
     @built_once
     def trainer(self) -> Trainer:

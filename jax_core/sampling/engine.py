@@ -7,7 +7,7 @@ All rows of a session take their turns together. A row that is left out of a cal
 until so many slots are free that the session moves the others together into a quarter of the space. When this happens
 depends on the rows alone, never on time, so a session always gives the same bits.
 
-Left out: rows that join a running session, paged caches, several devices.
+Left out: sessions decoded together (`shared.py`), paged caches, several devices.
 """
 
 from __future__ import annotations
@@ -90,21 +90,78 @@ class Engine:
         """
         return Session(self, params, prompts, samples, seeds)
 
+    # The parts of a session, for those who put other sessions together.
 
-class Session:
-    """Conversations in flight. Use from one thread; different sessions may run in different threads."""
+    def prefill(self, params: Params, prompts: Sequence[np.ndarray]) -> Prefix:
+        """Runs the prompts without their last tokens.
 
-    def __init__(self, engine: Engine, params: Params, prompts: Sequence[np.ndarray], samples: int, seeds: np.ndarray):
+        Raises:
+          ValueError: a prompt is empty, or longer than `prompt_tokens`.
+        """
         lengths = np.array([len(p) for p in prompts], np.int32)
-        if lengths.min() < 1 or lengths.max() > engine.prompt_tokens:
-            raise ValueError(f"prompts of {lengths.tolist()} tokens; the engine takes 1 to {engine.prompt_tokens}")
-        rows = len(prompts) * samples
-        padded = np.full((len(prompts), engine.prompt_tokens), engine.tokenizer.pad_id, np.int32)
+        if lengths.min() < 1 or lengths.max() > self.prompt_tokens:
+            raise ValueError(f"prompts of {lengths.tolist()} tokens; the engine takes 1 to {self.prompt_tokens}")
+        padded = np.full((len(prompts), self.prompt_tokens), self.tokenizer.pad_id, np.int32)
         for i, prompt in enumerate(prompts):
             padded[i, : len(prompt)] = prompt
+        with _compiling(("prefill", self.config, padded.shape)):
+            return _prefill(self.config, params, padded[:, :-1], lengths - 1)
+
+    def decode(
+        self,
+        params: Params,
+        prefix: Prefix,
+        cache: Cache[np.ndarray],
+        column: int,
+        chunk: np.ndarray,
+        lengths: np.ndarray,
+        positions: np.ndarray,
+        seeds: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Layers]:
+        """Runs a chunk, then samples an answer of each row, in one compiled call.
+
+        Args:
+          cache: what each row has behind its prefix. Its layers are given away.
+          column: the first free column of the cache; columns are needed for the chunk and an answer but its last token.
+          chunk: int32 [B, C], of which `lengths` int32 [B] tokens are real; rows with none are computed, for nothing.
+          positions: int32 [B], of the chunk's first token.
+          seeds: uint32 [B, 2].
+
+        Returns:
+          tokens int32 [B, N], logprobs float32 [B, N], how many of them are real, int32 [B], and the cache's layers
+          with the new columns.
+        """
+        shapes = (self.static, prefix.shape, cache.valid.shape, chunk.shape)
+        arguments = (params, prefix, cache.layers, cache.valid, column, chunk, lengths, positions, seeds)
+        with _compiling(shapes):
+            tokens, logprobs, counts, layers = _decode(*self.static, *arguments)
+        return np.asarray(tokens), np.asarray(logprobs), np.array(counts), layers
+
+    def finish(self, tokens: np.ndarray, logprobs: np.ndarray) -> Answer:
+        """Cuts an answer after its first stop string. What was sampled behind it is forgotten, not masked."""
+        for end in range(1, len(tokens) + 1) if self.stop_strings else ():
+            text = self.tokenizer.decode(tokens[:end])
+            if any(stop in text for stop in self.stop_strings):
+                return Answer(tokens[:end].copy(), logprobs[:end].copy(), "stop_string")
+        stopped = tokens[-1] in self.tokenizer.stop_ids
+        return Answer(tokens.copy(), logprobs.copy(), "stop_token" if stopped else "max_tokens")
+
+
+class Session:
+    """Conversations in flight. Use from one thread; different sessions may run in different threads.
+
+    Attributes:
+      sessions_in_call: how many sessions the last answers' call decoded. Here it is always this one alone.
+    """
+
+    sessions_in_call = 1
+
+    def __init__(self, engine: Engine, params: Params, prompts: Sequence[np.ndarray], samples: int, seeds: np.ndarray):
+        rows = len(prompts) * samples
+        lengths = np.array([len(p) for p in prompts], np.int32)
         self._engine = engine
         self._params = params
-        self._prefix: Prefix = _prefill(engine.config, params, padded[:, :-1], lengths - 1)
+        self._prefix = engine.prefill(params, prompts)
         self._rows = np.arange(rows)  # row of each slot
         self._alive = np.ones(rows, bool)
         self._pending = np.repeat([p[-1] for p in prompts], samples).astype(np.int32)  # seen, not yet run
@@ -121,33 +178,20 @@ class Session:
         self._retire(environment_tokens)
         chunk, lengths = self._chunk(environment_tokens)
         self._make_room(chunk.shape[1] + self._engine.answer_tokens - 1)
-        *drawn, layers = self._decode(chunk, lengths)
+        state = (self._cache, self._columns, chunk, lengths, self._positions, self._seeds)
+        tokens, logprobs, counts, layers = self._engine.decode(self._params, self._prefix, *state)
         self._cache = Cache(layers, self._cache.valid)
-        tokens, logprobs, counts = np.asarray(drawn[0]), np.asarray(drawn[1]), np.array(drawn[2])
         answers = {}
         for slot in np.flatnonzero(self._alive):
-            answer = self._finish(tokens[slot, : counts[slot]], logprobs[slot, : counts[slot]])
+            answer = self._engine.finish(tokens[slot, : counts[slot]], logprobs[slot, : counts[slot]])
             counts[slot] = len(answer.tokens)
             answers[int(self._rows[slot])] = answer
         self._advance(lengths, counts, tokens, chunk.shape[1])
         return answers
 
-    def _decode(self, chunk: np.ndarray, lengths: np.ndarray) -> tuple[Any, ...]:
-        engine = self._engine
-        shapes = (engine.static, self._prefix.shape, self._cache.valid.shape, chunk.shape)
-        arguments = (self._params, self._prefix, self._cache.layers, self._cache.valid, self._columns)
-        with _compiling(shapes):
-            return _decode(*engine.static, *arguments, chunk, lengths, self._positions, self._seeds)
-
-    def _finish(self, tokens: np.ndarray, logprobs: np.ndarray) -> Answer:
-        """Cuts an answer after its first stop string. What was sampled behind it is forgotten, not masked."""
-        engine = self._engine
-        for end in range(1, len(tokens) + 1) if engine.stop_strings else ():
-            text = engine.tokenizer.decode(tokens[:end])
-            if any(stop in text for stop in engine.stop_strings):
-                return Answer(tokens[:end].copy(), logprobs[:end].copy(), "stop_string")
-        stopped = tokens[-1] in engine.tokenizer.stop_ids
-        return Answer(tokens.copy(), logprobs.copy(), "stop_token" if stopped else "max_tokens")
+    def close(self) -> None:
+        """Retires all rows. The memory goes with the session."""
+        self._alive[:] = False
 
     def _retire(self, going_on: Mapping[int, np.ndarray]) -> None:
         self._alive &= np.isin(self._rows, list(going_on))
@@ -171,7 +215,7 @@ class Session:
 
     def _chunk(self, environment_tokens: Mapping[int, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """The pending token and the environment's text of each living row: tokens [B, C], lengths [B] (0: retired)."""
-        width = _round_up(1 + max((len(t) for t in environment_tokens.values()), default=0))
+        width = round_up(1 + max((len(t) for t in environment_tokens.values()), default=0))
         chunk = np.full((len(self._rows), width), self._engine.tokenizer.pad_id, np.int32)
         lengths = np.zeros(len(self._rows), np.int32)
         chunk[:, 0] = self._pending
@@ -207,7 +251,7 @@ class Session:
         self._cache = Cache(widen(self._cache.layers, wider - have), valid)
 
 
-def _round_up(width: int) -> int:
+def round_up(width: int) -> int:
     """The next of 2, 3, 4, 6, 8, 12, 16, 24, ...: few shapes to compile, little padding."""
     size = 2
     while size < width:

@@ -74,7 +74,14 @@ class Answer(Protocol):
 class Session(Protocol):
     """Decodes one cohort. Rows that are left out of a call are retired."""
 
+    @property
+    def sessions_in_call(self) -> int:
+        """How many sessions the engine's last call decoded together, this one included."""
+        ...
+
     def answer(self, environment_tokens: Mapping[int, np.ndarray]) -> Mapping[int, Any]: ...
+
+    def close(self) -> None: ...
 
 
 class Engine(Protocol):
@@ -105,7 +112,8 @@ def run_episodes(
 
     Returns:
       P * G rollouts in order of group and sample, tombstones included, with their failures. `seconds` are "total" (wall
-      time), "decode" and "environment" (each summed over the cohorts, which overlap).
+      time), "decode" and "environment" (each summed over the cohorts, which overlap). `counts` are "decode_calls" that
+      the cohorts were in, and "decoded_sessions", the sessions in those calls.
 
     Raises:
       Exception: whatever the engine raised. Environments are closed before, as after KeyboardInterrupt.
@@ -127,6 +135,10 @@ def run_episodes(
             "total": time.perf_counter() - started,
             "decode": sum(cohort.decode_seconds for cohort in cohorts),
             "environment": sum(cohort.environment_seconds for cohort in cohorts),
+        },
+        {
+            "decode_calls": sum(cohort.decode_calls for cohort in cohorts),
+            "decoded_sessions": sum(cohort.decoded_sessions for cohort in cohorts),
         },
     )
 
@@ -365,6 +377,8 @@ class _Cohort:
         self._samples = recipe.rollout.samples_per_prompt
         self.decode_seconds = 0.0
         self.environment_seconds = 0.0
+        self.decode_calls = 0
+        self.decoded_sessions = 0
         rows = [(offset, sample) for offset in offsets for sample in range(self._samples)]
         self.episodes = [
             _new_episode(batch, offset, sample, row, recipe.seed, make_environment, dialogue)
@@ -424,12 +438,17 @@ class _Cohort:
 
     def _play(self) -> None:
         answering = [episode for episode in self.episodes if episode.running]
-        session = self._begin() if answering else None
-        while answering and session is not None:
-            self._answer(session, answering)
-            self._step([episode for episode in answering if episode.running])
-            self._close([episode for episode in answering if not episode.running])
-            answering = [episode for episode in answering if episode.running]
+        if not answering:
+            return
+        session = self._begin()
+        try:
+            while answering:
+                self._answer(session, answering)
+                self._step([episode for episode in answering if episode.running])
+                self._close([episode for episode in answering if not episode.running])
+                answering = [episode for episode in answering if episode.running]
+        finally:
+            session.close()
 
     def _begin(self) -> Session:
         # A refused prompt keeps a place, so that one failure does not change the shapes the engine is compiled for.
@@ -447,6 +466,8 @@ class _Cohort:
         before = self.decode_seconds
         answers = self._timed_engine(lambda: session.answer({episode.row: episode.pending for episode in episodes}))
         seconds = self.decode_seconds - before
+        self.decode_calls += 1
+        self.decoded_sessions += session.sessions_in_call
         for episode in episodes:
             self._take_answer(episode, answers[episode.row], seconds)
 

@@ -29,11 +29,15 @@ if TYPE_CHECKING:
     from stages.runtime import Runtime
 
 
-def roll_out(runtime: Runtime, recipe: Recipe, batch: PromptBatch) -> RolloutBatch:
+def roll_out(runtime: Runtime, recipe: Recipe, batch: PromptBatch, *, decode_together: bool = False) -> RolloutBatch:
     """Samples every trajectory of `batch` with what this process shares (engine, weights, dialogue); see
-    `run_episodes`."""
+    `run_episodes`.
+
+    Args:
+      decode_together: with the cohorts of all batches that are sampled at the same time, in other threads too.
+    """
     return run_episodes(
-        runtime.engine,
+        runtime.shared_engine if decode_together else runtime.engine,
         runtime.policy_cache.get(batch.policy_version),
         partial(environment_kind(recipe.task.environment).make, environment_options(recipe.task)),
         runtime.dialogue,
@@ -54,6 +58,7 @@ def measure_rollouts(batch: RolloutBatch) -> dict[str, float]:
     branches = [len(rollout.tokens) - rollout.prompt_length for rollout in played]
     prompts = {rollout.id.group_index: rollout.prompt_length for rollout in batch.rollouts}
     sampled = sum(_tokens_of(rollout, "policy") for rollout in played)
+    calls = batch.counts["decode_calls"]
     return {
         "rollout/trajectories": len(batch.rollouts),
         "rollout/failed_trajectories": len(batch.rollouts) - len(played),
@@ -66,6 +71,8 @@ def measure_rollouts(batch: RolloutBatch) -> dict[str, float]:
         "rollout/seconds": batch.seconds["total"],
         "rollout/decode_seconds": batch.seconds["decode"],
         "rollout/environment_seconds": batch.seconds["environment"],
+        "rollout/decode_calls": calls,
+        "rollout/sessions_per_decode_call/mean": batch.counts["decoded_sessions"] / calls if calls else np.nan,
         "rollout/sampled_tokens_per_second": sampled / batch.seconds["total"],
         "rollout/policy_version": batch.prompts.policy_version,
     }
@@ -82,20 +89,24 @@ class Rollout(beam.PTransform):
     Args:
       recipe: the run's recipe.
       run: location of the run directory, where policies are read and metrics go.
+      decode_together: elements that a process samples at the same time share the engine's calls. Tokens stay the same;
+        log-probabilities may then differ in their last bits from one run to the next.
     """
 
     recipe: Recipe
     run: str
+    decode_together: bool = False
 
     def expand(self, batches: beam.PCollection[PromptBatch]) -> beam.PCollection[RolloutBatch]:
-        do = beam.ParDo(_RolloutFn(self.recipe, self.run))
+        do = beam.ParDo(_RolloutFn(self.recipe, self.run, self.decode_together))
         return batches | "Rollout" >> do.with_output_types(RolloutBatch)
 
 
 class _RolloutFn(beam.DoFn):
-    def __init__(self, recipe: Recipe, run: str):
+    def __init__(self, recipe: Recipe, run: str, decode_together: bool):
         self._recipe = recipe
         self._run = run
+        self._decode_together = decode_together
 
     def setup(self) -> None:
         # Here and not above: whoever only builds the graph must not load the accelerator's library.
@@ -108,7 +119,7 @@ class _RolloutFn(beam.DoFn):
 
     def process(self, batch: PromptBatch) -> Iterator[RolloutBatch]:
         try:
-            rollouts = roll_out(self._runtime, self._recipe, batch)
+            rollouts = roll_out(self._runtime, self._recipe, batch, decode_together=self._decode_together)
         except self._pruned:
             # A policy is pruned once no step needs it: another pipeline has sampled this element meanwhile.
             if not self._runtime.store.exists(run_layout.manifest(batch.step, batch.element_index)):

@@ -145,7 +145,7 @@ def test_a_run_that_was_begun_on_one_placement_is_finished_on_another(
 
 
 @pytest.mark.slow
-def test_prism_works_on_several_elements_of_a_generator_at_once(tmp_path: Path) -> None:
+def test_prism_works_on_several_elements_of_a_generator_at_once_and_decodes_them_together(tmp_path: Path) -> None:
     recipe = tiny_recipe(rollout={"max_lag": 1, "elements_per_step": 4}, evaluation={"every": 0})
     placed.placement("prism").run(recipe, tmp_path / "run")
     whole_ledger(tmp_path / "run")
@@ -154,6 +154,7 @@ def test_prism_works_on_several_elements_of_a_generator_at_once(tmp_path: Path) 
     ends = [(event.time, -1) for event in events]
     in_flight = list(accumulate(change for _, change in sorted(begins + ends)))
     assert 1 < max(in_flight) <= PROFILES["prism"].elements_at_once
+    assert max(event.values["rollout/sessions_per_decode_call/mean"] for event in events) > 1
 
 
 def test_what_the_user_can_mend_ends_a_generator_with_its_own_words(

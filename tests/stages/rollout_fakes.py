@@ -103,6 +103,11 @@ class FakeSession:
     seeds: list[tuple[int, int]]
     living: set[int] | None = None
     turns: int = 0
+    sessions_in_call: int = 1
+    closed: int = 0
+
+    def close(self) -> None:
+        self.closed += 1
 
     def answer(self, environment_tokens: Mapping[int, np.ndarray]) -> dict[int, FakeAnswer]:
         assert environment_tokens and (self.living is None or set(environment_tokens) <= self.living)

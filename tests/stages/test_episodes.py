@@ -532,6 +532,23 @@ def test_a_fault_of_the_engine_is_raised_once_environments_are_closed():
     assert [environment.closed for environment in environments.made] == [1] * 6
 
 
+@pytest.mark.parametrize("end", ["done", "fault"])
+def test_every_session_of_the_engine_is_closed_however_its_cohort_ends(end):
+    engine = FakeEngine(before_answer=lambda session: raise_(MemoryError("full")) if end == "fault" else None)
+    try:
+        play(make_batch("ab", "cd", "ef"), engine, recipe=make_recipe(cohorts=3))
+    except MemoryError:
+        assert end == "fault"
+    # A cohort that was told to stop before it began a session has none.
+    assert engine.sessions and [session.closed for session in engine.sessions] == [1] * len(engine.sessions)
+    assert end == "fault" or len(engine.sessions) == 3
+
+
+def test_calls_of_the_engine_and_the_sessions_in_them_are_counted_over_the_cohorts():
+    rolled = play(make_batch("ab", "cd", "ef", turns=2), recipe=make_recipe(cohorts=3))
+    assert rolled.counts == {"decode_calls": 3 * 2, "decoded_sessions": 3 * 2}
+
+
 def test_an_interrupted_caller_does_not_wait_for_what_hangs():
     gate = threading.Event()
 
