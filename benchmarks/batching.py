@@ -1,6 +1,6 @@
 """What it gains to decode elements together that are sampled at the same time.
 
-    python -m benchmarks.batching [--recipe recipes/frozen_lake.toml] [--at-once 1 2 4 8] [--rounds 5] [SECTION.KEY=VALUE ...]
+    python -m benchmarks.batching [--recipe recipes/frozen_lake.toml] [--at-once 1 2 4 8] [--rounds 5]
     python -m benchmarks.batching model.layers=4 model.width=256 model.mlp_width=768       # another model
 
 Threads sample elements one after another, each an eighth of a step's prompts, as a runner's threads do in one SDK

@@ -5,7 +5,7 @@
     answers = session.answer({row: environment_tokens, ...})    # waits; whoever else waits is in the same call
 
 A thread that asks while no call is running runs one, for itself and all that wait; those that ask meanwhile are the
-next call. So rows whose environments still think hold nobody up, and nobody waits for company.
+next call. Rows whose environments still think hold nobody up, but for the tenth of a call that one waits for company.
 
 The keys and values of all sessions lie in one pool of blocks: a prompt, and the rows that branch from it. A call
 gathers the rows that were asked for, decodes them, and puts what is new behind what each row has. So a row's columns
@@ -15,12 +15,14 @@ params object: other weights have another, and it goes with the last of its sess
 Tokens are those of `Engine`: a function of weights, prompt and seed. Log-probabilities may differ in their last bits,
 because how many rows are computed together depends on time.
 
-Left out: prefill across sessions, sharing of the first prompts' tokens between groups, several devices.
+Left out: prefill across sessions, prompts that groups share with other groups, joining a call in the midst of an answer,
+several devices.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -40,6 +42,9 @@ from jax_core.sampling.engine import Answer, Engine, round_up
 
 _FEWEST_ROWS = 32
 _FEWEST_COLUMNS = 32
+# Of a call's seconds: how long the next one waits for sessions between two turns. Without, those that come back quickly
+# split into halves that take turns, each in calls of its own. Waiting longer gains nothing more.
+_PATIENCE = 0.1
 _DROPPED = np.int32(2**30)  # a column that no pool has: what is written there is written nowhere
 
 
@@ -81,6 +86,7 @@ class SharedSession:
         self._blocks = set(blocks.tolist())
         self._give_back = weakref.finalize(self, batch.pool.given_back.extend, self._blocks)
         self._give_back.atexit = False
+        batch.sessions.add(self)
         self._batch: _Batch | None = batch
         self._alive = np.ones(len(blocks) * samples, bool)
         self._slots = (blocks[:, None] * samples + np.arange(samples)).ravel()
@@ -116,6 +122,8 @@ class SharedSession:
 
     def close(self) -> None:
         """Retires all rows and gives back their memory. Once more does nothing."""
+        if self._batch is not None:
+            self._batch.sessions.discard(self)
         self._alive[:] = False
         self._give_back()
         self._batch = None
@@ -158,46 +166,61 @@ class _Batch:
         self.params = params
         self.samples = samples
         self.pool = _Pool(engine.config, samples)
+        self.sessions: weakref.WeakSet[SharedSession] = weakref.WeakSet()
         self._shapes = shapes
-        self._turn = threading.Condition()
+        self._lock = threading.Lock()
+        self._asked = threading.Condition(self._lock)
+        self._answered = threading.Condition(self._lock)
         self._waiting: list[_Asked] = []
-        self._decoding = False
+        self._leader: _Asked | None = None
+        self._call_seconds = 0.0
 
     def answer(self, asked: _Asked) -> _Said:
         """Waits for an answer, and runs the call itself if nobody else does."""
-        with self._turn:
-            self._waiting.append(asked)
-            try:
-                while self._decoding and not asked.said.done():
-                    self._turn.wait()
-            except BaseException:
-                self._leave(asked)
-                raise
-            together: list[_Asked] = []
-            if not asked.said.done():
-                together, self._waiting, self._decoding = self._waiting, [], True
+        together = self._wait(asked)
         if together:
             self._answer_all(together)
         return asked.said.result()
 
+    def _wait(self, asked: _Asked) -> list[_Asked]:
+        """Waits for a call of others to end. Whom the next one decodes, if this thread is to run it."""
+        with self._lock:
+            self._waiting.append(asked)
+            self._asked.notify()
+            try:
+                self._answered.wait_for(lambda: asked.said.done() or self._leader is None)
+                if asked.said.done():
+                    return []
+                self._leader = asked
+                self._asked.wait_for(lambda: len(self._waiting) >= len(self.sessions), _PATIENCE * self._call_seconds)
+            except BaseException:
+                self._leave(asked)
+                raise
+            together, self._waiting = self._waiting, []
+            return together
+
     def _leave(self, asked: _Asked) -> None:
         """For a thread that was interrupted. Its slots must not be given back while a call reads them."""
-        if asked in self._waiting:
-            self._waiting.remove(asked)
-        else:
-            self._turn.wait_for(asked.said.done)
+        if asked not in self._waiting:
+            self._answered.wait_for(asked.said.done)
+            return
+        self._waiting.remove(asked)
+        if self._leader is asked:
+            self._leader = None
+            self._answered.notify_all()
 
     def _answer_all(self, together: Sequence[_Asked]) -> None:
+        started = time.perf_counter()
         try:
             for asked, said in zip(together, self._decode(together), strict=True):
                 asked.said.set_result(said)
         except BaseException as error:
             for asked in together:
                 asked.said.set_exception(error)
-        finally:
-            with self._turn:
-                self._decoding = False
-                self._turn.notify_all()
+        with self._lock:
+            self._call_seconds = time.perf_counter() - started
+            self._leader = None
+            self._answered.notify_all()
 
     def _decode(self, together: Sequence[_Asked]) -> list[_Said]:
         call = lay_out(together, self.samples, self.engine.answer_tokens, self._shapes, self.engine.tokenizer.pad_id)
