@@ -169,7 +169,7 @@ class _Batch:
         self.sessions: weakref.WeakSet[SharedSession] = weakref.WeakSet()
         self._shapes = shapes
         self._lock = threading.Lock()
-        self._asked = threading.Condition(self._lock)
+        self._arrived = threading.Condition(self._lock)
         self._answered = threading.Condition(self._lock)
         self._waiting: list[_Asked] = []
         self._leader: _Asked | None = None
@@ -186,13 +186,13 @@ class _Batch:
         """Waits for a call of others to end. Whom the next one decodes, if this thread is to run it."""
         with self._lock:
             self._waiting.append(asked)
-            self._asked.notify()
+            self._arrived.notify()
             try:
                 self._answered.wait_for(lambda: asked.said.done() or self._leader is None)
                 if asked.said.done():
                     return []
                 self._leader = asked
-                self._asked.wait_for(lambda: len(self._waiting) >= len(self.sessions), _PATIENCE * self._call_seconds)
+                self._arrived.wait_for(lambda: len(self._waiting) >= len(self.sessions), _PATIENCE * self._call_seconds)
             except BaseException:
                 self._leave(asked)
                 raise
