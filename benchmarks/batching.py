@@ -89,10 +89,11 @@ def main() -> None:
 
 def _measure(shared: Runtime, recipe: Recipe, threads: int, arguments: argparse.Namespace) -> list[Sequence[Sampled]]:
     """Plain and together, of each round; the first round compiles and is left out."""
-    rounds = [
-        [sample(shared, recipe, threads, arguments.elements, together=together) for together in (False, True)]
-        for _ in range(1 + arguments.rounds)
-    ]
+    rounds = []
+    for _ in range(1 + arguments.rounds):
+        sides = [sample(shared, recipe, threads, arguments.elements, together=together) for together in (False, True)]
+        print(f"{threads} at once, tokens/s: {[round(side.tokens_per_second) for side in sides]}", flush=True)
+        rounds.append(sides)
     return list(rounds[1:])
 
 
