@@ -109,6 +109,8 @@ def test_metrics_are_those_of_the_trajectories_that_did_not_fail():
         "rollout/turns/mean": 2.0,
         "rollout/branch_tokens/mean": 4.0,
         "rollout/branch_tokens/max": 4,
+        "rollout/decode_calls": 2,
+        "rollout/sessions_per_decode_call/mean": 1.0,
         "rollout/policy_version": 6,
     }
     assert measured["rollout/sampled_tokens_per_second"] == 3 / measured["rollout/seconds"]
