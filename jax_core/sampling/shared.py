@@ -226,7 +226,7 @@ class _Batch:
         call = lay_out(together, self.samples, self.engine.answer_tokens, self._shapes, self.engine.tokenizer.pad_id)
         shape = call.shape
         layers = self.pool.gather(call)
-        prefix = Prefix(layers.prefix, call.prompt_ends)
+        prefix = Prefix(layers.prefix, jnp.asarray(call.prompt_ends))
         cache = Cache(layers.own, np.arange(shape.columns)[None] < call.used[:, None])
         column = int(call.used.max())
         positions = (np.repeat(call.prompt_ends, shape.rows_of_block) + call.used).astype(np.int32)
