@@ -15,7 +15,7 @@ params object: other weights have another, and it goes with the last of its sess
 Tokens are those of `Engine`: a function of weights, prompt and seed. Log-probabilities may differ in their last bits,
 because how many rows are computed together depends on time.
 
-Left out: prefill across sessions, prompts that groups share with other groups, joining a call in the midst of an answer,
+Left out: prefill across sessions, prompts that groups share with each other, joining a call in the midst of an answer,
 several devices.
 """
 
