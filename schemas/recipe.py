@@ -98,7 +98,7 @@ class TokenizerSection(Section):
         "character", description="one token a character, or the tokenizer of model.checkpoint"
     )
     alphabet: str = Field(
-        "\n*^LDRU?" + string.ascii_lowercase + "ⓐⓑⓒⓓⓔⓕⓖⓗⓘⓙⓚⓛⓜⓝⓞⓟⓠⓡⓢⓣⓤⓥⓦⓧⓨⓩ·╴╷┐╶─┌┬╵┘│┤└┴├┼",
+        "\n*^LDRU?" + string.ascii_lowercase + "ⓐⓑⓒⓓⓔⓕⓖⓗⓘⓙⓚⓛⓜⓝⓞⓟⓠⓡⓢⓣⓤⓥⓦⓧⓨⓩ",
         min_length=1,
         description="the characters, each once; of kind 'character'",
     )

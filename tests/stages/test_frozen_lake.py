@@ -5,12 +5,14 @@ import itertools
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
 from jax_core.tokenizers import CharacterTokenizer
 from schemas.errors import UserError
 from schemas.recipe import Recipe, RolloutSection, TokenizerSection, TrainerSection
+from schemas.recipe_io import load_recipe
 from schemas.records import Prompt
 from stages.prompts.frozen_lake_maps import FrozenLakeMapOptions, train_maps
 from stages.rollout.environments import ENVIRONMENTS, frozen_lake
@@ -157,6 +159,16 @@ def test_the_largest_lake_needs_its_own_alphabet():
 
 def test_the_default_alphabet_is_that_of_the_default_grid():
     assert TokenizerSection().alphabet == alphabet(5) == alphabet(2)
+
+
+def test_ways_need_their_signs_in_the_alphabet_and_the_recipe_that_shows_them_has_them():
+    path = Path(__file__).parents[2] / "recipes" / "frozen_lake_ways.toml"
+    tokenizer = CharacterTokenizer(load_recipe(path, []).tokenizer.alphabet)
+    assert tokenizer.alphabet == alphabet(5, show_ways=True)
+    for text in written(5, show_ways=True):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    with pytest.raises(UserError, match=r"tokenizer\.alphabet"):
+        CharacterTokenizer(TokenizerSection().alphabet).encode(make({"show_ways": True}).reset(prompt_of(RING), 0))
 
 
 def test_names_are_told_apart_from_each_other_and_from_everything_else():

@@ -70,7 +70,9 @@ class FrozenLakeOptions(Section):
         0.0, description="reward of falling into a hole; below 0, a policy in a dead end learns to turn back"
     )
     show_ways: bool = Field(
-        False, description="the agent's cell is followed by a sign of the ways that are open from it: no hole, no edge"
+        False,
+        description="the agent's cell is followed by a sign of the ways that are open from it: no hole, no edge. The "
+        "tokenizer's alphabet needs the signs, ·╴╷┐╶─┌┬╵┘│┤└┴├┼",
     )
     dead_ends_shown: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         0.0,
@@ -87,14 +89,14 @@ class FrozenLakeOptions(Section):
 RawOptions: TypeAlias = Mapping[str, Any] | FrozenLakeOptions
 
 
-def alphabet(names_grid: int) -> str:
-    """The `tokenizer.alphabet` that lakes on a grid of this side need: the recipe's default up to 5, longer above.
+def alphabet(names_grid: int, show_ways: bool = False) -> str:
+    """The `tokenizer.alphabet` that lakes on a grid of this side need: the recipe's default up to 5 and without ways.
 
     >>> alphabet(5)
-    '\\n*^LDRU?abcdefghijklmnopqrstuvwxyzⓐⓑⓒⓓⓔⓕⓖⓗⓘⓙⓚⓛⓜⓝⓞⓟⓠⓡⓢⓣⓤⓥⓦⓧⓨⓩ·╴╷┐╶─┌┬╵┘│┤└┴├┼'
+    '\\n*^LDRU?abcdefghijklmnopqrstuvwxyzⓐⓑⓒⓓⓔⓕⓖⓗⓘⓙⓚⓛⓜⓝⓞⓟⓠⓡⓢⓣⓤⓥⓦⓧⓨⓩ'
     """
     names = max(len(string.ascii_lowercase), names_grid**2)
-    return SIGNS + NAMES[:names] + HOLES[:names] + WAYS
+    return SIGNS + NAMES[:names] + HOLES[:names] + WAYS * show_ways
 
 
 def cell_name(cell: Cell, names_grid: int) -> str:
@@ -138,7 +140,7 @@ class FrozenLake:
         self._lake: FrozenLakeEnv | None = None
 
     def reset(self, prompt: Prompt, seed: int) -> str:
-        rows = map_rows(prompt, self._options.names_grid)
+        rows = map_rows(prompt, self._options)
         self._rows = rows
         self._lake = _new_lake(rows, self._options.slippery)
         state, _ = self._lake.reset(seed=seed)
@@ -195,7 +197,7 @@ def parse_move(answer: str) -> str | None:
     return stripped if len(stripped) == 1 and stripped in MOVES else None
 
 
-def map_rows(prompt: Prompt, names_grid: int) -> Rows:
+def map_rows(prompt: Prompt, options: FrozenLakeOptions) -> Rows:
     """The map of a prompt, from the payload's "map": rows of S, F, H, G, joined by newlines.
 
     Raises:
@@ -210,15 +212,15 @@ def map_rows(prompt: Prompt, names_grid: int) -> Rows:
             "Choose a data set with a text feature 'map', such as frozen_lake_maps, or another task.environment.",
         )
     rows = tuple(str(text).split("\n"))
-    _refuse_larger(prompt, rows, names_grid)
+    _refuse_larger(prompt, rows, options)
     return rows
 
 
-def _refuse_larger(prompt: Prompt, rows: Rows, names_grid: int) -> None:
-    side = max(len(rows), len(rows[0]))
+def _refuse_larger(prompt: Prompt, rows: Rows, options: FrozenLakeOptions) -> None:
+    side, names_grid = max(len(rows), len(rows[0])), options.names_grid
     if side <= names_grid:
         return
-    written = json.dumps(alphabet(side), ensure_ascii=False)  # as TOML writes it, too
+    written = json.dumps(alphabet(side, options.show_ways), ensure_ascii=False)  # as TOML writes it, too
     enough = f"Set task.options.names_grid={side} and tokenizer.alphabet={written}."
     raise UserError(
         f"prompt {prompt.prompt_id}",
@@ -293,7 +295,7 @@ def demonstrate(prompt: Prompt, options: RawOptions) -> Demonstration:
             "a demonstration is a fixed list of moves, and slips would carry it off its path.",
             "Use slippery=false, or warm_start.steps=0.",
         )
-    rows = map_rows(prompt, checked.names_grid)
+    rows = map_rows(prompt, checked)
     if shortest_path_length(rows) is None:
         raise UserError(f"prompt {prompt.prompt_id}", "its map has no path to the goal.", "Leave such maps out.")
     bits = np.random.PCG64(seed_int("demonstration", prompt.prompt_id))
@@ -362,7 +364,7 @@ def scripted_rules(recipe: Recipe) -> list[ScriptedRule]:
 
 def _scripted_episode(prompt: Prompt, options: RawOptions) -> bool:
     checked = checked_options(FrozenLakeOptions, options, "task.options")
-    environment, rows = make(checked), map_rows(prompt, checked.names_grid)
+    environment, rows = make(checked), map_rows(prompt, checked)
     moves: list[str] = []
     text: Any = environment.reset(prompt, seed_int("scripted", prompt.prompt_id))
     while True:
